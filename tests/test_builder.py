@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,7 +72,7 @@ for result in aot.build(("mylib",), settings.current(), devices={devices}, arch_
 """
 
 
-def test_the_examples_device_code_compiles_for_a_gpu_that_is_not_here() -> None:
+def test_the_examples_device_code_compiles_for_a_gpu_that_is_not_here():
     said = run(BUILD.format(devices=("cuda",)), EXAMPLE)
     for dtype in ("float", "flexops::f16", "flexops::bf16"):
         assert f"mylib::scale_kernel<{dtype}>" in said
@@ -358,9 +357,7 @@ print(*[one.backend for one in flexops.status() if one.op == "lists.lists"])
 """
 
 
-def test_lists_as_rows_and_a_function_of_the_familys_own(
-    tmp_path: Path, host_compiler: HostCompiler
-) -> None:
+def test_lists_as_rows_and_a_function_of_the_familys_own(tmp_path, host_compiler):
     assert host_compiler
     folder = tmp_path / "lists" / "csrc" / "lists"
     folder.mkdir(parents=True)
@@ -376,7 +373,7 @@ def test_lists_as_rows_and_a_function_of_the_familys_own(
     assert "float" in said
 
 
-def test_all_that_a_schema_can_have(tmp_path: Path, host_compiler: HostCompiler) -> None:
+def test_all_that_a_schema_can_have(tmp_path, host_compiler):
     assert host_compiler
     folder = tmp_path / "wide" / "csrc" / "wide"
     folder.mkdir(parents=True)
@@ -431,7 +428,7 @@ except Exception as error:
 
 
 @pytest.mark.extra
-def test_the_pages_example_of_how_tensors_lie(tmp_path: Path, host_compiler: HostCompiler) -> None:
+def test_the_pages_example_of_how_tensors_lie(tmp_path, host_compiler):
     """As it is written there; and the launcher, the word and the fake kernel that are wrong, with
     what the page says is said."""
     assert host_compiler
@@ -485,9 +482,7 @@ LIBRARIES = {
 
 @pytest.mark.extra
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_a_familys_kernels_include_cudas_libraries(
-    name: str, tmp_path: Path, host_compiler: HostCompiler
-) -> None:
+def test_a_familys_kernels_include_cudas_libraries(name, tmp_path, host_compiler):
     """CCCL's headers are found as for flexops.kernel; CUTLASS' are in csrc."""
     assert host_compiler
     headers, body = LIBRARIES[name]
@@ -531,7 +526,7 @@ def test_a_familys_kernels_include_cudas_libraries(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_another_launcher_than_the_schema_says(package: Path, device: str) -> None:
+def test_another_launcher_than_the_schema_says(package, device):
     """Found when it is built; the text has what there is, and what there should be."""
     edit(package / f"mylib/csrc/scale/scale_{device}.cpp", "double factor", "float factor")
     said = run(BUILD.format(devices=(device,)), package)
@@ -549,14 +544,14 @@ def test_another_launcher_than_the_schema_says(package: Path, device: str) -> No
     )
 
 
-def test_a_launcher_with_another_result(package: Path) -> None:
+def test_a_launcher_with_another_result(package):
     edit(package / "mylib/csrc/scale/scale_cpu.cpp", "void scale_cpu", "int scale_cpu")
     said = run(BUILD.format(devices=("cpu",)), package)
     assert "the launcher scale_cpu is not as the schema says" in said
     assert "int mylib::" in said
 
 
-def test_a_changed_declaration_is_built_anew(package: Path, tmp_path: Path) -> None:
+def test_a_changed_declaration_is_built_anew(package, tmp_path):
     cache = {"FLEXOPS_CACHE_DIR": str(tmp_path / "cache")}
     assert "compiled in" in run(CALL + WHERE, package, **cache)
     assert "found in the cache" in run(CALL + WHERE, package, **cache)
@@ -605,7 +600,7 @@ outputs=builder.Output('x[0]')
 """What is said, and of which code."""
 
 
-def test_declarations_that_cannot_be() -> None:
+def test_declarations_that_cannot_be():
     """All in one process: none leaves a part of what it declared to the next."""
     said = WRONG_DECLARATIONS[::2]
     codes = [code.strip() for code in WRONG_DECLARATIONS[1::2]]
@@ -647,13 +642,13 @@ except FlexopsError as error:
 
 
 @pytest.mark.extra
-def test_a_derivative_in_forward_mode(package: Path):
+def test_a_derivative_in_forward_mode(package):
     said = run(FORWARD, package, FLEXOPS_FALLBACK="allow")
     assert "mylib.scale has no derivative in forward mode" in said
     assert "mylib.plain has a derivative in forward mode and no backward" in said
 
 
-def test_two_libraries_with_one_operator_name_each_have_their_own(package: Path) -> None:
+def test_two_libraries_with_one_operator_name_each_have_their_own(package):
     other = "other = builder.Library('other', root=mylib.__file__)\n"
     other += (
         "other.op('scale(Tensor x, float factor) -> Tensor', family='scale')(lambda x, factor: x *"
@@ -674,7 +669,7 @@ def test_two_libraries_with_one_operator_name_each_have_their_own(package: Path)
 
 
 @pytest.mark.extra
-def test_a_package_that_is_gone_leaves_the_cache_as_it_was(package: Path, tmp_path: Path) -> None:
+def test_a_package_that_is_gone_leaves_the_cache_as_it_was(package, tmp_path):
     """Uninstalled while it runs, and for the next one: what is loaded goes on, and the cache does
     not mind entries that are not requested."""
     cache = {"FLEXOPS_CACHE_DIR": str(tmp_path / "cache")}
@@ -702,7 +697,7 @@ def test_a_package_that_is_gone_leaves_the_cache_as_it_was(package: Path, tmp_pa
     assert "Traceback" not in done.stderr
 
 
-def test_a_package_in_a_zip_archive_runs_as_plain_pytorch(tmp_path: Path) -> None:
+def test_a_package_in_a_zip_archive_runs_as_plain_pytorch(tmp_path):
     archive = tmp_path / "packages.zip"
     with zipfile.ZipFile(archive, "w") as packed:
         for path in (EXAMPLE / "mylib").rglob("*"):
@@ -712,14 +707,14 @@ def test_a_package_in_a_zip_archive_runs_as_plain_pytorch(tmp_path: Path) -> Non
     assert "runs as plain PyTorch" in said
 
 
-def test_a_family_without_a_folder_says_where_it_was_looked_for(package: Path) -> None:
+def test_a_family_without_a_folder_says_where_it_was_looked_for(package):
     shutil.rmtree(package / "mylib/csrc/scale")
     said = run(CALL + WHERE, package)
     assert "csrc/scale/scale_cpu.cpp" in said
     assert "correct family='scale'" in said
 
 
-def test_what_a_fallback_says_begins_with_what_the_fix_is_for(package: Path) -> None:
+def test_what_a_fallback_says_begins_with_what_the_fix_is_for(package):
     edit(
         package / "mylib/csrc/scale/scale_cpu.cpp",
         "load(x.as<T>(), i)",
@@ -769,9 +764,7 @@ print(*[one.backend for one in flexops.status() if one.op == "mylib.scale"])
 
 
 @pytest.mark.parametrize(("jit", "backend"), [("1", "jit"), ("0", "reference")])
-def test_a_check_is_called_in_each_call(
-    package: Path, tmp_path: Path, jit: str, backend: str
-) -> None:
+def test_a_check_is_called_in_each_call(package, tmp_path, jit, backend):
     """The native library does not have it: without it, what the first call refused passed after
     it."""
     cache = str(tmp_path / "cache") if jit == "0" else os.environ["FLEXOPS_CACHE_DIR"]
@@ -800,14 +793,14 @@ for how, call, given in ways:
 
 
 @pytest.mark.parametrize("jit", ["1", "0"])
-def test_a_reference_of_another_shape_is_an_error_in_each_call(package: Path, jit: str):
+def test_a_reference_of_another_shape_is_an_error_in_each_call(package, jit):
     edit(package / "mylib/__init__.py", "return x * factor", "return (x * factor).sum()")
     code = "import warnings; warnings.simplefilter('ignore')\n" + UNLIKE
     run(code, package, FLEXOPS_JIT=jit)
 
 
 @pytest.mark.extra
-def test_the_contract_finds_a_fake_kernel_that_says_something_else(package: Path) -> None:
+def test_the_contract_finds_a_fake_kernel_that_says_something_else(package):
     text = (package / "mylib/__init__.py").read_text()
     (package / "mylib/__init__.py").write_text(
         f"{text}\n\n@scale.fake\ndef _fake(x, factor):\n    return x.new_empty(7)\n"
@@ -867,7 +860,7 @@ class TestRelu2(Contract):
 
 
 @pytest.mark.extra
-def test_a_gradient_may_be_an_operator_of_its_own(package: Path) -> None:
+def test_a_gradient_may_be_an_operator_of_its_own(package):
     """As the guide has it: one that has no gradient itself, and which the contract asks for none. A
     reference that rounds is reported as one."""
     guide = (REPOSITORY / "docs" / "builder.md").read_text()
@@ -917,14 +910,14 @@ def contract(package: Path, *options: str, **environment: str) -> subprocess.Com
 
 
 @pytest.mark.extra
-def test_the_examples_own_tests_pass(package: Path) -> None:
+def test_the_examples_own_tests_pass(package):
     done = contract(package, FLEXOPS_FALLBACK="forbid")
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
 
 
 @pytest.mark.extra
-def test_the_contract_notices_a_kernel_that_is_wrong_at_one_level(package: Path) -> None:
+def test_the_contract_notices_a_kernel_that_is_wrong_at_one_level(package):
     """Which most machines would not choose by themselves: every test of numbers says so, by the
     level's name."""
     level, macro = (
@@ -960,9 +953,7 @@ def test_the_contract_notices_a_kernel_that_is_wrong_at_one_level(package: Path)
         ("out, count", "out, count + 9", "the instruction "),
     ],
 )
-def test_the_contract_runs_kernels_for_cuda_on_the_emulator(
-    package: Path, old: str, new: str, said: str
-) -> None:
+def test_the_contract_runs_kernels_for_cuda_on_the_emulator(package, old, new, said):
     edit(package / "mylib/csrc/scale/scale.cuh", old, new)
     done = contract(package, "-k", "emulator and float32", "--tb=short")
     assert "1 failed" in done.stdout, done.stdout
@@ -1019,7 +1010,7 @@ def wheel(source: Path, out: Path, **environment: str) -> subprocess.CompletedPr
     )
 
 
-def test_a_wheel_has_libraries_kernels_and_sources(installed: Path) -> None:
+def test_a_wheel_has_libraries_kernels_and_sources(installed):
     there = {path.name for path in (installed / "mylib" / "_aot").iterdir()}
     assert {"mylib.scale-cpu", "mylib.scale-cuda"} <= there
     assert len([name for name in there if name.startswith("mylib.scale-sm_90-")]) == 3
@@ -1045,8 +1036,8 @@ print(provider.incomplete(library, spec, (ComputeCapability.parse("9.0"),), (("<
 
 
 def test_the_wheels_kernels_are_found_for_their_gpu_and_go_with_their_own_headers_only(
-    installed: Path, tmp_path: Path
-) -> None:
+    installed, tmp_path
+):
     here, apart = run(
         READY, installed, FLEXOPS_JIT="0", FLEXOPS_CACHE_DIR=str(tmp_path / "none")
     ).splitlines()
@@ -1054,9 +1045,7 @@ def test_the_wheels_kernels_are_found_for_their_gpu_and_go_with_their_own_header
     assert "3 of the 3 kernels" in apart
 
 
-def test_an_installed_library_needs_no_compiler_and_writes_nothing(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_an_installed_library_needs_no_compiler_and_writes_nothing(installed, tmp_path):
     for path in (installed, *installed.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
     before = sorted(installed.rglob("*"))
@@ -1072,7 +1061,7 @@ def test_an_installed_library_needs_no_compiler_and_writes_nothing(
 
 
 @pytest.mark.extra
-def test_an_old_library_under_a_new_flexops(installed: Path, tmp_path: Path) -> None:
+def test_an_old_library_under_a_new_flexops(installed, tmp_path):
     """Judged by its ABI before it is opened. Headers and rules of flexops that have changed since
     are no reason to reject it."""
     newer = (
@@ -1092,7 +1081,7 @@ def test_an_old_library_under_a_new_flexops(installed: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.extra
-def test_the_entry_point_is_what_doctor_and_build_go_by(installed: Path) -> None:
+def test_the_entry_point_is_what_doctor_and_build_go_by(installed):
     program = (
         "import sys; sys.argv = ['flexops', 'build', 'mylib', '--device', 'cpu']; from flexops.cli"
         " import main; main()"
@@ -1108,7 +1097,7 @@ def test_the_entry_point_is_what_doctor_and_build_go_by(installed: Path) -> None
 
 
 @pytest.mark.extra
-def test_a_library_without_its_entry_point_is_told(installed: Path, tmp_path: Path) -> None:
+def test_a_library_without_its_entry_point_is_told(installed, tmp_path):
     """By doctor where it is installed: nothing else would ever try it."""
     site = Path(shutil.copytree(installed, tmp_path / "site"))
     program = (
@@ -1126,7 +1115,7 @@ def test_a_library_without_its_entry_point_is_told(installed: Path, tmp_path: Pa
     assert "False" in said
 
 
-def test_an_old_setuptools_is_named(tmp_path: Path) -> None:
+def test_an_old_setuptools_is_named(tmp_path):
     """As a new environment of Python 3.11 has it, where pip builds without isolation."""
     (tmp_path / "setuptools").mkdir()
     (tmp_path / "setuptools/__init__.py").write_text(
@@ -1144,7 +1133,7 @@ def test_an_old_setuptools_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.extra
-def test_a_wheel_that_cannot_be_built_says_why(package: Path, tmp_path: Path) -> None:
+def test_a_wheel_that_cannot_be_built_says_why(package, tmp_path):
     edit(package / "mylib/csrc/scale/scale_cpu.cpp", "double factor", "float factor")
     done = wheel(package, tmp_path / "dist")
     assert done.returncode != 0
@@ -1160,7 +1149,7 @@ def test_a_wheel_that_cannot_be_built_says_why(package: Path, tmp_path: Path) ->
 
 
 @pytest.mark.extra
-def test_an_editable_install_compiles_nothing_and_sees_edits(package: Path, tmp_path: Path) -> None:
+def test_an_editable_install_compiles_nothing_and_sees_edits(package, tmp_path):
     command = [
         sys.executable,
         "-m",
@@ -1186,9 +1175,7 @@ def test_an_editable_install_compiles_nothing_and_sees_edits(package: Path, tmp_
 # ---- flexops new, and the other examples ---------------------------------------------------------
 
 
-def test_a_new_package_is_the_example_under_its_name_and_passes_its_tests(
-    tmp_path: Path, host_compiler: HostCompiler
-) -> None:
+def test_a_new_package_is_the_example_under_its_name_and_passes_its_tests(tmp_path, host_compiler):
     assert host_compiler
     program = (
         "import sys; sys.argv = ['flexops', 'new', 'other', '--family', 'double_it']; from"
@@ -1226,7 +1213,7 @@ def test_a_new_package_is_the_example_under_its_name_and_passes_its_tests(
 
 
 @pytest.mark.parametrize("name", ["torch", "json", "class", "lambda", "my-lib", "a" * 81])
-def test_a_package_has_a_name_of_its_own(name: str, tmp_path: Path) -> None:
+def test_a_package_has_a_name_of_its_own(name, tmp_path):
     with pytest.raises(FlexopsError, match=f"cannot be called '{name}'"):
         new.write(name, "scale", tmp_path)
     assert not list(tmp_path.iterdir())
@@ -1235,7 +1222,7 @@ def test_a_package_has_a_name_of_its_own(name: str, tmp_path: Path) -> None:
 FORMULA = ("* factor", "grad, ctx.factor", "* 0.3", "for (int64_t i")
 
 
-def test_a_newcomer_writes_little_that_is_no_formula() -> None:
+def test_a_newcomer_writes_little_that_is_no_formula():
     """The whole example with its tests and benchmark, but for blank lines, comments, closing braces
     and the formula itself."""
     files = [
@@ -1265,8 +1252,8 @@ print(result.error, len(result.kernels))
 
 @pytest.mark.extra
 def test_an_op_that_was_moved_from_a_builder_in_deepspeeds_manner(
-    host_compiler: HostCompiler,
-) -> None:
+    host_compiler,
+):
     assert host_compiler
     assert "None 6" in run(
         MOVED, REPOSITORY / "examples" / "deepspeed_style" / "after", FLEXOPS_FALLBACK="forbid"
@@ -1275,8 +1262,8 @@ def test_an_op_that_was_moved_from_a_builder_in_deepspeeds_manner(
 
 @pytest.mark.extra
 def test_a_pybind11_extension_that_was_moved_from_cpp_extension(
-    host_compiler: HostCompiler,
-) -> None:
+    host_compiler,
+):
     assert host_compiler
     said = run(
         f"import runpy; runpy.run_path({str(REPOSITORY / 'examples' / 'pybind_ext' / 'rows.py')!r},"
@@ -1299,7 +1286,7 @@ FLEXOPS_REGISTER(m) { FLEXOPS_IMPL(m, "scale", scale); }
 
 
 @pytest.mark.extra
-def test_a_hand_written_binding_takes_the_written_ones_place(package: Path) -> None:
+def test_a_hand_written_binding_takes_the_written_ones_place(package):
     run(CALL, package, FLEXOPS_FALLBACK="forbid")  # what is in the cache was made without it
     (package / "mylib/csrc/scale/scale_binding.cpp").write_text(HAND_WRITTEN)
     said = run(
@@ -1311,9 +1298,7 @@ def test_a_hand_written_binding_takes_the_written_ones_place(package: Path) -> N
 
 
 @pytest.mark.extra
-def test_a_projects_wheel_for_every_torch_and_linux(
-    package: Path, tmp_path: Path, require: Callable[..., None]
-) -> None:
+def test_a_projects_wheel_for_every_torch_and_linux(package, tmp_path, require):
     require(
         importlib.util.find_spec("ziglang"),
         "zig",
@@ -1335,7 +1320,7 @@ def test_a_projects_wheel_for_every_torch_and_linux(
 
 
 @pytest.mark.slow
-def test_a_wheel_built_in_isolation(package: Path, tmp_path: Path) -> None:
+def test_a_wheel_built_in_isolation(package, tmp_path):
     """pip installs flexops and torch into an environment of the build's own: this flexops, from a
     wheel, and the torch that is here."""
     import torch

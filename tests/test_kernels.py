@@ -162,7 +162,7 @@ def launched(kernel: flexops.Kernel) -> Callable[..., Any]:
     return run
 
 
-def test_a_launch_gets_what_the_schema_says(driver: FakeDriver) -> None:
+def test_a_launch_gets_what_the_schema_says(driver):
     scale = flexops.kernel(SCALE, SCHEMA)
     x = torch.ones(1000, dtype=torch.bfloat16)
     out = launched(scale)(x, 2.5)
@@ -185,7 +185,7 @@ class Pretending(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
-def test_a_call_passes_the_dispatcher_by_where_nothing_needs_it(driver: FakeDriver) -> None:
+def test_a_call_passes_the_dispatcher_by_where_nothing_needs_it(driver):
     asked: list[str] = []
 
     def reference(x: Tensor, factor: float) -> Tensor:
@@ -217,9 +217,7 @@ def test_a_call_passes_the_dispatcher_by_where_nothing_needs_it(driver: FakeDriv
     assert driver.last.launches == before
 
 
-def test_each_dtype_is_compiled_once_and_found_again(
-    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_dtype_is_compiled_once_and_found_again(driver, monkeypatch):
     scale = flexops.kernel(SCALE, SCHEMA)
     for dtype in (torch.float32, torch.float16, torch.float64, torch.float32):
         launched(scale)(torch.ones(8, dtype=dtype), 1.0)
@@ -232,7 +230,7 @@ def test_each_dtype_is_compiled_once_and_found_again(
     assert driver.number("loads").value == 4
 
 
-def test_grid_block_shared_cluster_and_sizes(driver: FakeDriver) -> None:
+def test_grid_block_shared_cluster_and_sizes(driver):
     source = """
     extern __shared__ float buffer[];
     __global__ void rows(const float* x, const float* bias, float* out, int x_size1, long long x_stride0, bool last, double scale) {
@@ -266,7 +264,7 @@ def test_grid_block_shared_cluster_and_sizes(driver: FakeDriver) -> None:
         launched(rows)(torch.ones(2, 100000))
 
 
-def test_tensors_are_made_contiguous_but_those_that_are_written(driver: FakeDriver) -> None:
+def test_tensors_are_made_contiguous_but_those_that_are_written(driver):
     scale = flexops.kernel(SCALE, SCHEMA)
     x = torch.ones(4, 6).t()
     out = launched(scale)(x, 1.0)
@@ -288,13 +286,13 @@ def test_tensors_are_made_contiguous_but_those_that_are_written(driver: FakeDriv
         launched(fill)(x, 1.0)
 
 
-def test_nothing_is_launched_for_no_elements(driver: FakeDriver) -> None:
+def test_nothing_is_launched_for_no_elements(driver):
     before = driver.last.launches
     assert launched(flexops.kernel(SCALE, SCHEMA))(torch.empty(0, 3), 1.0).shape == (0, 3)
     assert driver.last.launches == before
 
 
-def test_wrong_arguments_are_named_before_a_launch(driver: FakeDriver) -> None:
+def test_wrong_arguments_are_named_before_a_launch(driver):
     source = (
         "__global__ void pick(const float* x, float* out, int which, uint8_t small) { out[0] ="
         " x[which + small]; }"
@@ -337,7 +335,7 @@ template <typename T> __global__ void rows(const T* x, const T* weight, T* out, 
 
 
 @pytest.mark.parametrize("grid", [None, lambda parts: parts], ids=["cached", "computed"])
-def test_shapes_and_checks_are_asked_in_every_call(driver: FakeDriver, grid: Any) -> None:
+def test_shapes_and_checks_are_asked_in_every_call(driver, grid):
     def check(parts: int, x: Tensor) -> None:
         if parts < 1 or x.shape[-1] % parts:
             raise ValueError(f"rows: parts must divide {x.shape[-1]}, got {parts}")
@@ -400,7 +398,7 @@ def test_a_reference_that_needs_values_or_many_steps_is_not_verified():
             long(torch.zeros(3), 1.0)
 
 
-def test_what_the_driver_refuses_is_said_with_the_launch(driver: FakeDriver) -> None:
+def test_what_the_driver_refuses_is_said_with_the_launch(driver):
     scale = flexops.kernel(SCALE, SCHEMA, block=lambda: (64, 32))
     driver.number("refuse").value = 1
     with pytest.raises(
@@ -462,8 +460,8 @@ def code_of(folder: Path) -> list[bytes]:
 
 
 def test_useless_code_of_the_remote_cache_is_put_aside_and_compiled_once(
-    driver: FakeDriver, poison: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    driver, poison, tmp_path, monkeypatch
+):
     """It stopped every reader, also when the store was gone."""
     compiled: list[Path] = []
     real = kernel_compiler.Worker.compile
@@ -490,8 +488,8 @@ def test_useless_code_of_the_remote_cache_is_put_aside_and_compiled_once(
 
 
 def test_useless_code_that_an_older_flexops_has_fetched_is_put_aside(
-    driver: FakeDriver, poison: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    driver, poison, tmp_path, monkeypatch
+):
     assert driver
     (archive,) = poison.iterdir()
     cache_archive.import_archive(BuildCache(tmp_path / "cache"), archive)
@@ -501,9 +499,7 @@ def test_useless_code_that_an_older_flexops_has_fetched_is_put_aside(
     assert [b"useless" in code for code in code_of(tmp_path / "cache")] == [False]
 
 
-def test_where_nothing_may_be_compiled_useless_code_is_named(
-    driver: FakeDriver, poison: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_nothing_may_be_compiled_useless_code_is_named(driver, poison, tmp_path, monkeypatch):
     assert driver
     assert poison
     monkeypatch.setenv("FLEXOPS_JIT", "0")
@@ -520,7 +516,7 @@ def test_where_nothing_may_be_compiled_useless_code_is_named(
         launched(flexops.kernel(SCALE, SCHEMA))(torch.ones(3), 1.0)
 
 
-def test_threads_do_not_share_a_buffer(driver: FakeDriver) -> None:
+def test_threads_do_not_share_a_buffer(driver):
     scale = launched(flexops.kernel(SCALE, SCHEMA))
     seen: list[bool] = []
 
@@ -539,9 +535,7 @@ def test_threads_do_not_share_a_buffer(driver: FakeDriver) -> None:
     assert all(seen)
 
 
-def test_several_kernels_of_one_source_macros_types_and_headers(
-    driver: FakeDriver, tmp_path: Path
-) -> None:
+def test_several_kernels_of_one_source_macros_types_and_headers(driver, tmp_path):
     (tmp_path / "mine.cuh").write_text(
         "#pragma once\n__device__ inline float twice(float x) { return 2 * x; }\n"
     )
@@ -599,7 +593,7 @@ def test_several_kernels_of_one_source_macros_types_and_headers(
         ),
     ],
 )
-def test_an_error_shows_the_users_line_and_a_fix(body: str, line: str, said: str, fix: str) -> None:
+def test_an_error_shows_the_users_line_and_a_fix(body, line, said, fix):
     source = f"""
     __global__ void scale(const float* x, float* out, int i) {{
       // here
@@ -620,7 +614,7 @@ def test_an_error_shows_the_users_line_and_a_fix(body: str, line: str, said: str
 
 
 @pytest.mark.usefixtures("driver")
-def test_an_error_in_a_header_is_not_one_of_the_source(tmp_path: Path) -> None:
+def test_an_error_in_a_header_is_not_one_of_the_source(tmp_path):
     (tmp_path / "twice.h").write_text("template <class T> T twice(T x) { return x.value * 2; }\n")
     source = '#include "twice.h"\n' + SCALE.replace("float(x[i])", "twice(float(x[i]))")
     with pytest.raises(CompileError) as caught:
@@ -629,7 +623,7 @@ def test_an_error_in_a_header_is_not_one_of_the_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("driver")
-def test_a_header_that_is_missing_says_where_it_could_come_from() -> None:
+def test_a_header_that_is_missing_says_where_it_could_come_from():
     for source, options, fix in (
         ('#include "mine.h"\n' + SCALE, [], "include=["),
         ("#include <cutlass/array.h>\n" + SCALE, [], "the include directory of CUTLASS"),
@@ -640,7 +634,7 @@ def test_a_header_that_is_missing_says_where_it_could_come_from() -> None:
         assert fix in caught.value.fix
 
 
-def test_an_error_in_a_header_of_cudas_names_the_use() -> None:
+def test_an_error_in_a_header_of_cudas_names_the_use():
     source = """#include <cuda_fp16.h>
     __global__ void use(const float* x, float* out) {
       out[0] = __half(x).x;
@@ -693,7 +687,7 @@ LIBRARIES = {
         for one in LIBRARIES
     ],
 )
-def test_libraries_of_cpp_and_cuda_are_there_without_nvcc(library: str) -> None:
+def test_libraries_of_cpp_and_cuda_are_there_without_nvcc(library):
     headers, body = LIBRARIES[library]
     source = f"{headers}\n__global__ void use(const float* x, float* out, int64_t n) {{ {body} }}"
     kernel = flexops.kernel(source, "use(Tensor x) -> Tensor")
@@ -702,8 +696,8 @@ def test_libraries_of_cpp_and_cuda_are_there_without_nvcc(library: str) -> None:
 
 @pytest.mark.usefixtures("driver")
 def test_without_a_compiler_the_reference_runs_or_the_error_says_why(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setenv("FLEXOPS_JIT", "0")
     settings.current.cache_clear()
     scale = flexops.kernel(SCALE, SCHEMA, reference=lambda x, factor: x * factor)
@@ -720,7 +714,7 @@ def test_without_a_compiler_the_reference_runs_or_the_error_says_why(
     assert launched(alone)(torch.ones(2), 2.0).shape == (2,)
 
 
-def test_a_call_with_too_few_arguments_names_the_operator() -> None:
+def test_a_call_with_too_few_arguments_names_the_operator():
     scale = flexops.kernel(SCALE, SCHEMA, reference=lambda x, factor: x * factor)
     missing = r"^scale\(\) missing 1 required positional argument: 'factor'"
     for call in (scale, scale.compile, scale.expression):
@@ -729,13 +723,13 @@ def test_a_call_with_too_few_arguments_names_the_operator() -> None:
 
 
 @pytest.mark.parametrize("defines", [{"A-B": 1}, {3: 1}, {"": 1}])
-def test_a_macro_has_a_name(defines: Any) -> None:
+def test_a_macro_has_a_name(defines):
     with pytest.raises(FlexopsError, match="required: a mapping of macros' names"):
         flexops.kernel(SCALE, SCHEMA, defines=defines)
     flexops.kernel(SCALE, SCHEMA, defines={"twice(x)": "(2 * (x))"})
 
 
-def test_compile_does_not_take_nvcc_for_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_does_not_take_nvcc_for_nvrtc(monkeypatch):
     """nvcc compiles what NVRTC rejects where the kernel is called: C++'s library, say."""
     known = provider.compiler_for
 
@@ -752,9 +746,7 @@ def test_compile_does_not_take_nvcc_for_nvrtc(monkeypatch: pytest.MonkeyPatch) -
     assert "pip install" in caught.value.fix
 
 
-def test_a_gpu_newer_than_the_compiler_gets_ptx(
-    driver: FakeDriver, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_gpu_newer_than_the_compiler_gets_ptx(driver, caplog):
     driver.number("major").value = 15
     launched(flexops.kernel(SCALE, SCHEMA))(torch.ones(8), 1.0)
     assert driver.number("is_text").value == 1
@@ -765,7 +757,7 @@ def test_a_gpu_newer_than_the_compiler_gets_ptx(
 
 
 @pytest.mark.usefixtures("driver")
-def test_a_hanging_compiler_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_hanging_compiler_is_stopped(monkeypatch, tmp_path):
     worker = tmp_path / "worker.py"
     worker.write_text("import time; time.sleep(60)")
     monkeypatch.setattr(kernel_compiler, "_WORKER", worker)
@@ -776,7 +768,7 @@ def test_a_hanging_compiler_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.usefixtures("driver")
-def test_what_a_kernel_takes_is_in_its_manifest() -> None:
+def test_what_a_kernel_takes_is_in_its_manifest():
     source = """
     __global__ void hungry(const float* x, float* out) {
       __shared__ float tile[64];
@@ -797,7 +789,7 @@ def test_what_a_kernel_takes_is_in_its_manifest() -> None:
     assert found["compute_90"] == {}, "PTX has no registers yet"
 
 
-def test_the_oldest_nvrtc_takes_our_types(tmp_path: Path, require: Any) -> None:
+def test_the_oldest_nvrtc_takes_our_types(tmp_path, require):
     from flexops.build.store.cache import BuildCache
     from flexops.compute_capability import parse_arch_list
     from flexops.toolchain import nvrtc
@@ -822,7 +814,7 @@ def test_the_oldest_nvrtc_takes_our_types(tmp_path: Path, require: Any) -> None:
 
 
 @pytest.mark.usefixtures("driver")
-def test_torch_compile_calls_the_kernel_as_one_operator() -> None:
+def test_torch_compile_calls_the_kernel_as_one_operator():
     def reference(x: Tensor, factor: float) -> Tensor:
         return x * factor
 

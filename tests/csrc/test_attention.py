@@ -44,13 +44,13 @@ def library(host_compiler: Any) -> Path:  # noqa: ARG001
     ("version", "architecture", "start"), first_of(((13, 0), "9.0", 11), ((12, 1), "8.9", 5))
 )
 def test_a_sample_of_the_rare_ones_compiles(
-    library: Path,
-    version: tuple[int, int],
-    architecture: str,
-    start: int,
-    tmp_path: Path,
-    require: Any,
-) -> None:
+    library,
+    version,
+    architecture,
+    start,
+    tmp_path,
+    require,
+):
     found = {
         (one.value.version.major, one.value.version.minor): one.value
         for one in nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable
@@ -90,14 +90,14 @@ LONG = (
     first_of(((13, 0), "9.0", LOOKED_UP, 0), ((13, 0), "9.0", LONG, 8), ((12, 1), "8.0", LONG, 8)),
 )
 def test_score_modifiers_compile(
-    library: Path,
-    version: tuple[int, int],
-    architecture: str,
-    text: str,
-    at_once: int,
-    tmp_path: Path,
-    require: Any,
-) -> None:
+    library,
+    version,
+    architecture,
+    text,
+    at_once,
+    tmp_path,
+    require,
+):
     """Some that look things up, in the kernels of every direction: forward, backward and for few
     queries."""
     found = {
@@ -142,13 +142,13 @@ def test_score_modifiers_compile(
     first_of(((12, 1), "8.0", "backward"), ((13, 0), "9.0", "forward_hopper")),
 )
 def test_functions_of_flex_attention_compile(
-    library: Path,
-    version: tuple[int, int],
-    architecture: str,
-    kernel: str,
-    tmp_path: Path,
-    require: Any,
-) -> None:
+    library,
+    version,
+    architecture,
+    kernel,
+    tmp_path,
+    require,
+):
     """The backward kernel for 8.0 has the derivative, the forward one for 9.0a has not."""
     usable = nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable
     found = {(one.value.version.major, one.value.version.minor): one.value for one in usable}
@@ -203,7 +203,7 @@ int main() { printf("%d %d %d", flexops::attention::differences<8>(), flexops::a
 """
 
 
-def test_a_loop_over_scores_gives_each_its_place(tmp_path: Path, host_compiler: Any) -> None:
+def test_a_loop_over_scores_gives_each_its_place(tmp_path, host_compiler):
     """Of a long modifier, code for eight scores is gone through again with the registers moved: run
     on the CPU, it does what code for all of them does."""
     (tmp_path / "loop.cpp").write_text(LOOP)
@@ -221,8 +221,8 @@ def test_a_loop_over_scores_gives_each_its_place(tmp_path: Path, host_compiler: 
 
 
 def test_builds_ahead_of_time_have_all_tilings_but_no_modifiers_and_no_backward_of_float16(
-    library: Path,
-) -> None:
+    library,
+):
     ahead, rare = kernel_names.names_in(library), kernel_names.rare_names_in(library)
     assert not set(ahead) & set(rare)
     assert all(
@@ -244,7 +244,7 @@ def test_builds_ahead_of_time_have_all_tilings_but_no_modifiers_and_no_backward_
     } == tilings
 
 
-def test_hoppers_own_kernels_are_recognized_by_their_names(library: Path) -> None:
+def test_hoppers_own_kernels_are_recognized_by_their_names(library):
     ampere, hopper, ptx = (
         parse_arch_list("8.9")[0],
         parse_arch_list("9.0")[0],
@@ -264,7 +264,7 @@ def test_hoppers_own_kernels_are_recognized_by_their_names(library: Path) -> Non
         assert str(kernel_names.fitted(name, hopper)) == ("9.0a" if own else "9.0")
 
 
-def test_builds_for_hopper_leave_out_what_hoppers_own_kernels_do(library: Path) -> None:
+def test_builds_for_hopper_leave_out_what_hoppers_own_kernels_do(library):
     names = kernel_names.names_in(library)
     ampere, hopper, ptx = (
         parse_arch_list("8.9")[0],
@@ -280,7 +280,7 @@ def test_builds_for_hopper_leave_out_what_hoppers_own_kernels_do(library: Path) 
     )
 
 
-def test_an_image_for_hopper_counts_as_whole_with_kernels_for_9_0a() -> None:
+def test_an_image_for_hopper_counts_as_whole_with_kernels_for_9_0a():
     def entry(kernel: str, architecture: str) -> Any:
         return SimpleNamespace(
             manifest=SimpleNamespace(

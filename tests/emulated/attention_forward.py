@@ -11,7 +11,7 @@ import flexops
 
 
 @torch.no_grad()
-def test_grouped_heads_and_rows_that_no_tile_fits() -> None:
+def test_grouped_heads_and_rows_that_no_tile_fits():
     generator = torch.Generator().manual_seed(1)
     q, k, v = (
         torch.randn(1, length, heads, 64, generator=generator).bfloat16()
@@ -32,7 +32,7 @@ def _declined() -> list[str]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("columns", [(60, 60), (100, 36), (36, 64), (5, 3)], ids=str)
-def test_head_dims_that_are_no_multiple_of_8_are_the_kernels(columns: tuple[int, int]) -> None:
+def test_head_dims_that_are_no_multiple_of_8_are_the_kernels(columns):
     generator = torch.Generator().manual_seed(2)
     shapes = ((70, 4, columns[0]), (90, 2, columns[0]), (90, 2, columns[1]))
     q, k, v = (torch.randn(1, *shape, generator=generator).bfloat16() for shape in shapes)

@@ -45,9 +45,7 @@ def close(out: torch.Tensor, wanted: torch.Tensor) -> None:
         (20, 40, 192, 64, False, 0),
     ],
 )
-def test_a_product_is_the_references(
-    m: int, n: int, k: int, group_size: int, symmetric: bool, plan: int, dtype: torch.dtype
-) -> None:
+def test_a_product_is_the_references(m, n, k, group_size, symmetric, plan, dtype):
     weight = weight_of(n, k, group_size, symmetric)
     generator = torch.Generator().manual_seed(m)
     x = torch.randn(m, k, generator=generator).to(dtype)
@@ -66,7 +64,7 @@ def test_a_product_is_the_references(
 @torch.no_grad()
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_norms_gates_and_residuals(rows: int, activation: str | None) -> None:
+def test_norms_gates_and_residuals(rows, activation):
     widths = (48, 32, 21) if activation is None else (48, 48)
     weights = [weight_of(n, 320, 64, False) for n in widths]
     generator = torch.Generator().manual_seed(rows)
@@ -91,7 +89,7 @@ def test_norms_gates_and_residuals(rows: int, activation: str | None) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_weight_is_unpacked_exactly(dtype: torch.dtype) -> None:
+def test_a_weight_is_unpacked_exactly(dtype):
     for n, k, group_size, symmetric in ((40, 96, 32, False), (17, 256, 128, True)):
         weight = weight_of(n, k, group_size, symmetric)
         wanted = reference._unpack_reference(weight, dtype)

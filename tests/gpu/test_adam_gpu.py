@@ -4,7 +4,6 @@ on a GPU is in tests/ops, marked ``gpu``."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ def _native(native_kernels: Callable[[str, str], None]) -> None:
 
 @pytest.mark.parametrize("options", TORCH_OPTIONS)
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
-def test_torch_fused_after_many_steps(name: str, options: dict[str, Any]) -> None:
+def test_torch_fused_after_many_steps(name, options):
     params, expected = make_params("cuda"), make_params("cuda")
     optimizer = getattr(optim, name)(params, lr=0.01, **options)
     oracle = getattr(torch.optim, name)(expected, lr=0.01, fused=True, **options)
@@ -33,7 +32,7 @@ def test_torch_fused_after_many_steps(name: str, options: dict[str, Any]) -> Non
     assert_params_close(params, expected)
 
 
-def test_steps_on_the_wrong_device_are_named() -> None:
+def test_steps_on_the_wrong_device_are_named():
     lists = make_lists(STEP, torch.float32, torch.float32, "cuda")
     lists[-1][2] = torch.zeros(())
     with pytest.raises(

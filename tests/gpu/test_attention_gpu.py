@@ -129,16 +129,14 @@ def qkv(
     ],
 )
 @pytest.mark.usefixtures("way")
-def test_every_tiling(columns: tuple[int, int], causal: bool) -> None:
+def test_every_tiling(columns, causal):
     assert_close(errors(*qkv(201, 333, 6, 2, *columns), causal=causal), torch.bfloat16)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("columns", [(60, 60), (100, 36), (36, 64), (250, 250), (5, 3)], ids=str)
 @pytest.mark.usefixtures("way")
-def test_head_dims_that_are_no_multiple_of_8(
-    columns: tuple[int, int], causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_head_dims_that_are_no_multiple_of_8(columns, causal, monkeypatch):
     """Columns of zeros are added; the scale is that of q's own columns, gradients have no
     others."""
 
@@ -153,14 +151,14 @@ def test_head_dims_that_are_no_multiple_of_8(
 
 @pytest.mark.parametrize("columns", [64, 128, 256])
 @pytest.mark.usefixtures("way")
-def test_float16(columns: int) -> None:
+def test_float16(columns):
     assert_close(
         errors(*qkv(201, 333, 4, 4, columns, dtype=torch.float16), causal=True), torch.float16
     )
 
 
 @pytest.mark.usefixtures("way")
-def test_long_rows() -> None:
+def test_long_rows():
     """The tiling of 8192 keys and more."""
     assert_close(errors(*qkv(300, 8300, 2, 1, 128, batch=1), causal=True), torch.bfloat16)
 
@@ -176,9 +174,7 @@ INPUTS: dict[str, tuple[int, int, float, bool]] = {  # queries, keys, factor of 
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("columns", [64, 128, 256])
 @pytest.mark.parametrize("dtype", HALVES)
-def test_no_worse_than_torchs_flash_backend(
-    dtype: torch.dtype, columns: int, inputs: str, way: str
-) -> None:
+def test_no_worse_than_torchs_flash_backend(dtype, columns, inputs, way):
     queries, keys, factor, causal = INPUTS[inputs]
     tensors = [
         x * size
@@ -229,7 +225,7 @@ def test_no_worse_than_torchs_flash_backend(
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.usefixtures("way")
-def test_windows(window: tuple[int | None, int | None], causal: bool) -> None:
+def test_windows(window, causal):
     assert_close(
         errors(*qkv(700, 900, 2, 2, 128, batch=1), window=window, causal=causal), torch.bfloat16
     )
@@ -254,20 +250,20 @@ def _biases() -> dict[str, Tensor]:
     ["float32, all batches", "bfloat16", "float16, one row", "bool", "two dimensions, transposed"],
 )
 @pytest.mark.usefixtures("way")
-def test_bias(kind: str, columns: int) -> None:
+def test_bias(kind, columns):
     assert_close(errors(*qkv(130, 257, 4, 2, columns), bias=_biases()[kind]), torch.bfloat16)
 
 
 @pytest.mark.parametrize("columns", [64, 128, 256])
 @pytest.mark.usefixtures("way")
-def test_soft_cap(columns: int) -> None:
+def test_soft_cap(columns):
     q, k, v = qkv(500, 500, 2, 2, columns, batch=1)
     assert_close(errors(q * 4, k * 4, v, softcap=20.0, causal=True), torch.bfloat16)
 
 
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.usefixtures("way")
-def test_alibi(batched: bool) -> None:
+def test_alibi(batched):
     slopes = torch.rand((2, 4) if batched else (4,), device="cuda")
     assert_close(
         errors(*qkv(500, 600, 4, 2, 128), alibi_slopes=slopes, causal=True), torch.bfloat16
@@ -277,7 +273,7 @@ def test_alibi(batched: bool) -> None:
 @pytest.mark.parametrize("columns", [64, 128, 256])
 @pytest.mark.parametrize("score_mod", SCORE_MODS)
 @pytest.mark.usefixtures("way")
-def test_score_modifiers(score_mod: Any, columns: int) -> None:
+def test_score_modifiers(score_mod, columns):
     assert_close(
         errors(
             *qkv(190, 200, 4, 2, columns), score_mod=score_mod, sinks=torch.randn(4, device="cuda")
@@ -287,7 +283,7 @@ def test_score_modifiers(score_mod: Any, columns: int) -> None:
 
 
 @pytest.mark.parametrize("name", score_mod_cases.FUNCTIONS)
-def test_score_modifiers_of_flex_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_score_modifiers_of_flex_attention(name, monkeypatch):
     for known, value in vars(score_mod_cases).items():  # what the functions look things up in
         if isinstance(value, Tensor):
             monkeypatch.setattr(score_mod_cases, known, value.cuda())
@@ -306,7 +302,7 @@ def test_score_modifiers_of_flex_attention(name: str, monkeypatch: pytest.Monkey
     assert_close(errors_of, torch.bfloat16)
 
 
-def test_gradients_of_what_score_modifiers_look_up() -> None:
+def test_gradients_of_what_score_modifiers_look_up():
     q, k, v = (x.requires_grad_() for x in qkv(70, 90, 4, 2, 60))
     bias = torch.randn(4, 159, device="cuda", requires_grad=True)
     wide = [x.detach().double().requires_grad_() for x in (q, k, v, bias)]
@@ -325,7 +321,7 @@ def test_gradients_of_what_score_modifiers_look_up() -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_score_modifiers_that_look_things_up() -> None:
+def test_score_modifiers_that_look_things_up():
     """By an expression and by a function with the tensors around it: relative bias, and sequences
     in one row; what changes later is seen."""
     torch.manual_seed(0)
@@ -357,7 +353,7 @@ def test_score_modifiers_that_look_things_up() -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_sinks_and_gradients_of_log_sum_exp() -> None:
+def test_sinks_and_gradients_of_log_sum_exp():
     assert_close(
         errors(
             *qkv(200, 300, 4, 2, 128),
@@ -371,7 +367,7 @@ def test_sinks_and_gradients_of_log_sum_exp() -> None:
 
 @pytest.mark.parametrize("columns", [128, 256])
 @pytest.mark.usefixtures("way")
-def test_all_at_once(columns: int) -> None:
+def test_all_at_once(columns):
     options = {
         "alibi_slopes": torch.rand(4, device="cuda"),
         "bias": torch.randn(2, 1, 300, 400, device="cuda"),
@@ -388,7 +384,7 @@ def test_all_at_once(columns: int) -> None:
 
 @pytest.mark.parametrize("scale", [-0.1, 0.0, 0.5])
 @pytest.mark.usefixtures("way")
-def test_any_scale(scale: float) -> None:
+def test_any_scale(scale):
     found = errors(*qkv(130, 200, 2, 2, 128), scale=scale)
     if scale == 0:
         assert found.pop("q") == found.pop("k") == 0
@@ -396,7 +392,7 @@ def test_any_scale(scale: float) -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_large_logits() -> None:
+def test_large_logits():
     q, k, v = qkv(300, 300, 2, 2, 128, batch=1)
     found = errors(q * 8, k * 8, v)
     assert found["out"] < 6e-3
@@ -413,7 +409,7 @@ def test_large_logits() -> None:
 )
 @pytest.mark.parametrize("columns", [64, 128, 256])
 @pytest.mark.usefixtures("way")
-def test_any_lengths(queries: int, keys: int, columns: int) -> None:
+def test_any_lengths(queries, keys, columns):
     found = errors(*qkv(queries, keys, 4, 2, columns), causal=True)
     if keys == 1:  # softmax of one number has no gradient: what is left is rounding
         del found["q"], found["k"]
@@ -421,7 +417,7 @@ def test_any_lengths(queries: int, keys: int, columns: int) -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_an_empty_batch() -> None:
+def test_an_empty_batch():
     assert_close(errors(*qkv(5, 5, 4, 2, 64, batch=0)), torch.bfloat16)
 
 
@@ -445,14 +441,14 @@ def _strided(kind: str) -> list[Tensor]:
     "kind", ["packed projection", "heads first", "misaligned", "broadcast", "every second column"]
 )
 @pytest.mark.usefixtures("way")
-def test_strides(kind: str) -> None:
+def test_strides(kind):
     assert_close(errors(*_strided(kind), causal=True), torch.bfloat16)
 
 
 @pytest.mark.parametrize("columns", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.usefixtures("way")
-def test_packed(columns: int, causal: bool) -> None:
+def test_packed(columns, causal):
     """Each sequence gives what it gives alone; some are empty on one side."""
     torch.manual_seed(0)
     lengths_q, lengths_k = [100, 0, 333, 1, 128, 7], [100, 50, 400, 300, 7, 0]
@@ -500,7 +496,7 @@ def test_packed(columns: int, causal: bool) -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_more_than_2_to_31_scores() -> None:
+def test_more_than_2_to_31_scores():
     """Some rows of a long sequence are what float64 makes of them."""
     length, heads = 2**17, 2
     q, k, v = qkv(length, length, heads, 1, 64, batch=1)
@@ -514,7 +510,7 @@ def test_more_than_2_to_31_scores() -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_gradients_over_262144_keys() -> None:
+def test_gradients_over_262144_keys():
     """A length of 256k, both ways, with a window: of a part of the sequence float64 can then tell
     what the gradients are."""
     length, window = 2**18, 1000
@@ -551,9 +547,7 @@ def test_gradients_over_262144_keys() -> None:
     [(1, 5000, 8, 2), (3, 700, 4, 4), (5, 1000, 12, 1), (1, 1, 2, 2), (2, 0, 2, 1), (7, 40, 6, 3)],
 )
 @pytest.mark.usefixtures("splits")
-def test_few_queries(
-    queries: int, keys: int, heads: int, key_heads: int, columns: tuple[int, int]
-) -> None:
+def test_few_queries(queries, keys, heads, key_heads, columns):
     found = errors(*qkv(queries, keys, heads, key_heads, *columns, batch=3), causal=True)
     if keys == 1:  # softmax of one number has no gradient: what is left is rounding
         del found["q"], found["k"]
@@ -562,7 +556,7 @@ def test_few_queries(
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.usefixtures("splits")
-def test_few_queries_with_every_option(dtype: torch.dtype) -> None:
+def test_few_queries_with_every_option(dtype):
     q, k, v = qkv(3, 900, 8, 2, 128, dtype=dtype)
     bias, sinks = torch.randn(2, 1, 3, 900, device="cuda"), torch.randn(8, device="cuda")
     keep = torch.rand(2, 8, 3, 900, device="cuda") > 0.3
@@ -583,7 +577,7 @@ def test_few_queries_with_every_option(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("splits")
-def test_few_queries_over_a_packed_cache() -> None:
+def test_few_queries_over_a_packed_cache():
     """Sequences with one query or a few, and caches of any length, one of them empty."""
     lengths_q, lengths_k = [1, 4, 1, 0, 2], [3000, 17, 0, 5, 901]
     ends = [
@@ -616,7 +610,7 @@ def test_few_queries_over_a_packed_cache() -> None:
         assert distance_of(lse[None, :, rows], alone_lse) < 1e-4
 
 
-def test_few_queries_of_a_cache_that_is_longer_than_what_is_used() -> None:
+def test_few_queries_of_a_cache_that_is_longer_than_what_is_used():
     """Generation by scaled_dot_product_attention, in a graph, over a slice of a cache [batch,
     heads, length, head_dim]."""
     cache = rand(2, 4, 2, 4096, 128)
@@ -636,7 +630,7 @@ def test_few_queries_of_a_cache_that_is_longer_than_what_is_used() -> None:
 @pytest.mark.parametrize("split", [0, 1], ids=["all in one block", "blocks of their own"])
 @pytest.mark.parametrize("columns", [64, 128, 256])
 @pytest.mark.usefixtures("way")
-def test_query_heads_that_share_a_key_head(columns: int, split: int) -> None:
+def test_query_heads_that_share_a_key_head(columns, split):
     """Gradients of a key head are added up in one block, or, where there would be few blocks,
     afterwards."""
     _library().flexops_attention_heads_split(split)
@@ -658,7 +652,7 @@ def test_query_heads_that_share_a_key_head(columns: int, split: int) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("columns", [64, 128, 256])
 @pytest.mark.usefixtures("way")
-def test_deterministic_gradients(columns: int, causal: bool) -> None:
+def test_deterministic_gradients(columns, causal):
     q, k, v = (x.requires_grad_() for x in qkv(1100, 1500, 8, 4, columns))
     grad = rand(2, 1100, 8, columns)
     runs = [
@@ -672,7 +666,7 @@ def test_deterministic_gradients(columns: int, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("columns", [64, 128, 256])
-def test_deterministic_gradients_with_all_modifiers(columns: int) -> None:
+def test_deterministic_gradients_with_all_modifiers(columns):
     """By the kernels that compute dQ alone: soft cap, ALiBi, bias, sinks, a window, and rows that
     see nothing."""
     q, k, v = qkv(300, 230, 4, 2, columns)
@@ -699,7 +693,7 @@ def test_deterministic_gradients_with_all_modifiers(columns: int) -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_on_many_threads() -> None:
+def test_on_many_threads():
     cases = [(columns, causal) for columns in (64, 128, 256) for causal in (False, True)]
     found: list[dict[str, float]] = [{} for _ in cases]
 
@@ -763,7 +757,7 @@ assert all(x.isfinite().all() and x.any() for x in gradients)
 """
 
 
-def test_backward_is_the_first_thing_on_autograds_thread() -> None:
+def test_backward_is_the_first_thing_on_autograds_thread():
     environment = {
         **os.environ,
         "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
@@ -771,7 +765,7 @@ def test_backward_is_the_first_thing_on_autograds_thread() -> None:
     completed([sys.executable, "-c", BACKWARD_FIRST], env=environment)
 
 
-def test_first_launch_in_graph_capture() -> None:
+def test_first_launch_in_graph_capture():
     environment = {
         **os.environ,
         "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
@@ -787,9 +781,7 @@ def test_first_launch_in_graph_capture() -> None:
     ("columns", "dtype", "reason"),
     [(64, torch.float32, "float32 on a GPU"), (320, torch.bfloat16, "head_dim of 320")],
 )
-def test_the_reason_of_plain_pytorch_is_reported(
-    columns: int, dtype: torch.dtype, reason: str
-) -> None:
+def test_the_reason_of_plain_pytorch_is_reported(columns, dtype, reason):
     assert_close(errors(*qkv(50, 70, 4, 2, columns, dtype=dtype), causal=True), torch.bfloat16)
     assert any(
         reason in one.reason
@@ -805,7 +797,7 @@ def test_the_reason_of_plain_pytorch_is_reported(
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(100, 100), (100, 150), (150, 100)])
-def test_torchs_arguments(queries: int, keys: int) -> None:
+def test_torchs_arguments(queries, keys):
     q, k, v = (x.transpose(1, 2) for x in qkv(queries, keys, 4, 2, 64))
     keep = torch.rand(2, 1, queries, keys, device="cuda") > 0.3
     for options in ({"is_causal": True}, {"attn_mask": keep}, {"scale": 0.3}):
@@ -816,6 +808,6 @@ def test_torchs_arguments(queries: int, keys: int) -> None:
         assert distance_of(ours, wide.nan_to_num(0.0)) < 6e-3
 
 
-def test_self_check() -> None:
+def test_self_check():
     assert attention_module.self_check("cuda") < 0.05
     assert math.isfinite(attention_module.self_check("cuda"))

@@ -55,7 +55,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(options) or "full")
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_gpu_shapes(columns: tuple[int, int], options: dict[str, Any], way: str) -> None:
+def test_gpu_shapes(columns, options, way):
     torch.manual_seed(0)
     for queries, keys in LENGTHS:
         if way == "few queries" and queries > 16:
@@ -79,7 +79,7 @@ def test_gpu_shapes(columns: tuple[int, int], options: dict[str, Any], way: str)
         assert all(bool(x.isfinite().all()) for x in (out, *gradients))
 
 
-def test_gpu_packed(way: str) -> None:
+def test_gpu_packed(way):
     torch.manual_seed(0)
     ends = torch.tensor([0, 3, 3, 10, 11], dtype=torch.int32, device="cuda")
     many = ends if way == "few queries" else 31 * ends

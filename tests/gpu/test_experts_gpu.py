@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -78,9 +78,7 @@ def kernels(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("sizes", SIZES)
-def test_grouped_linear(
-    sizes: tuple[int, ...], shape: tuple[int, int], dtype: torch.dtype, transposed: bool
-) -> None:
+def test_grouped_linear(sizes, shape, dtype, transposed):
     k, n = shape
     rows, offsets = sum(sizes) + 9, ends(sizes)  # nine rows belong to no group
     x = torch.randn(rows, k, device="cuda", dtype=dtype)
@@ -103,12 +101,12 @@ def test_grouped_linear(
     assert error(got[1], wanted[1]) < limit
 
 
-def test_kernels_are_used() -> None:
+def test_kernels_are_used():
     assert grouped.takes_kernels(torch.empty(8, 64, device="cuda", dtype=torch.bfloat16), 64)
 
 
 @pytest.mark.parametrize("offsets", [[5, 3, 900], [-4, 10, 20], [2**31 - 1, 0, -(2**31)]])
-def test_offsets_that_do_not_match_stay_in_bounds(offsets: list[int]) -> None:
+def test_offsets_that_do_not_match_stay_in_bounds(offsets):
     x = torch.randn(100, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(3, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     out = flexops.grouped_linear(x, weight, torch.tensor(offsets, dtype=torch.int32, device="cuda"))
@@ -120,7 +118,7 @@ def test_offsets_that_do_not_match_stay_in_bounds(offsets: list[int]) -> None:
 @pytest.mark.parametrize(
     ("tokens", "k", "experts"), [(1, 1, 1), (5000, 8, 128), (777, 3, 7), (3000, 2, 1000)]
 )
-def test_order(tokens: int, k: int, experts: int, dtype: torch.dtype) -> None:
+def test_order(tokens, k, experts, dtype):
     choices = torch.randint(-1, experts + 2, (tokens, k), device="cuda", dtype=dtype)
     for got, wanted in zip(
         moe.expert_order(choices, experts), moe._order_reference(choices, experts), strict=True
@@ -169,9 +167,7 @@ def by_experts(
         (90, 2, 5, 36, 20, 0),
     ],
 )
-def test_gated_experts(
-    tokens: int, k: int, experts: int, hidden: int, inner: int, skew: float, dtype: torch.dtype
-) -> None:
+def test_gated_experts(tokens, k, experts, hidden, inner, skew, dtype):
     x, choices, weights, gate_up, down = block(tokens, k, experts, hidden, inner, dtype, skew)
     choices[0, 0] = experts  # left out
     sources = [one.requires_grad_() for one in (x, weights, gate_up, down)]
@@ -188,7 +184,7 @@ def test_gated_experts(
         assert torch.equal(out, flexops.gated_experts(x, choices, weights, gate_up, down))
 
 
-def test_spread_and_combine() -> None:
+def test_spread_and_combine():
     x, choices, weights, *_ = block(400, 4, 8, 96, 8, torch.bfloat16)
     choices[::7, 1] = 8
     order = moe.expert_order(choices, 8)
@@ -202,7 +198,7 @@ def test_spread_and_combine() -> None:
     assert error(grads[1], 0.5 * x.double().sum(1, keepdim=True) * (choices < 8)) < 8e-3
 
 
-def test_a_graph_serves_other_routes() -> None:
+def test_a_graph_serves_other_routes():
     args = block(256, 2, 8, 128, 64, torch.bfloat16)
     other = block(256, 2, 8, 128, 64, torch.bfloat16, 20)
     x, choices, weights, gate_up, down = args
@@ -223,7 +219,7 @@ def test_a_graph_serves_other_routes() -> None:
         assert torch.equal(one, wanted)
 
 
-def test_choices_that_do_not_exist_stay_in_bounds() -> None:
+def test_choices_that_do_not_exist_stay_in_bounds():
     x, choices, weights, gate_up, down = block(64, 2, 8, 64, 64, torch.bfloat16)
     choices[0, 0], choices[1, 1], choices[2, 0] = -5, 2**40, 8
     out = flexops.gated_experts(x, choices, weights, gate_up, down)
@@ -235,12 +231,12 @@ def test_choices_that_do_not_exist_stay_in_bounds() -> None:
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(("experts", "k"), [(4, 4), (128, 8), (130, 3), (1000, 32)])
 def test_routes(
-    experts: int,
-    k: int,
-    normalize: bool,
-    scoring: Literal["softmax", "sigmoid"],
-    dtype: torch.dtype,
-) -> None:
+    experts,
+    k,
+    normalize,
+    scoring,
+    dtype,
+):
     logits = torch.randn(777, experts, device="cuda", dtype=dtype, requires_grad=True)
     bias = torch.randn(experts, device="cuda") * 0.1
     options: dict[str, Any] = {"scoring": scoring, "normalize": normalize, "scale": 1.5}
@@ -259,7 +255,7 @@ def test_routes(
     assert error(got, wanted) < (1e-4 if dtype == torch.float32 else 1e-2)
 
 
-def test_routes_of_nan_are_experts() -> None:
+def test_routes_of_nan_are_experts():
     logits = torch.randn(64, 16, device="cuda")
     logits[3], logits[5, 2] = float("nan"), float("nan")
     _, choices = flexops.route_tokens(logits, 4)
@@ -267,7 +263,7 @@ def test_routes_of_nan_are_experts() -> None:
     assert all(row.unique().numel() == 4 for row in choices)
 
 
-def test_bias() -> None:
+def test_bias():
     x, choices, *_ = block(400, 4, 8, 96, 8, torch.bfloat16)
     order = moe.expert_order(choices, 8)
     bias = torch.randn(8, 96, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -280,6 +276,6 @@ def test_bias() -> None:
     assert error(got, wanted.index_add(0, experts, grad.double())) < 8e-3
 
 
-def test_self_checks() -> None:
+def test_self_checks():
     assert grouped.self_check("cuda") < 1e-3
     assert moe.self_check("cuda") < 1e-4

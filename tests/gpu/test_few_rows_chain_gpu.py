@@ -111,9 +111,9 @@ CASES = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_each_phase_is_float64s(
-    case: tuple[tuple[int, int, tuple[int, ...]], int, bool, bool, int], dtype: torch.dtype,
-    rows: int,
-) -> None:  # fmt: skip
+    case, dtype,
+    rows,
+):  # fmt: skip
     torch.manual_seed(rows)
     sizes, group_size, symmetric, bias, activation = case
     phases = layer(rows, sizes, group_size, symmetric, bias, activation, dtype)
@@ -134,7 +134,7 @@ def test_each_phase_is_float64s(
 
 
 @torch.no_grad()
-def test_launches_follow_each_other_in_a_graph() -> None:
+def test_launches_follow_each_other_in_a_graph():
     """Each launch's first blocks start while the one before runs."""
     torch.manual_seed(0)
     layers = [layer(1, SMALL, 64, False, False, 1, torch.bfloat16) for _ in range(8)]
@@ -160,7 +160,7 @@ def test_launches_follow_each_other_in_a_graph() -> None:
 
 
 @torch.no_grad()
-def test_the_host_refuses_what_does_not_fit() -> None:
+def test_the_host_refuses_what_does_not_fit():
     phases = layer(1, SMALL, 64, False, False, 1, torch.bfloat16)
     workspace = torch.zeros(WORKSPACE, dtype=torch.int32, device=CUDA)
     wide = phases[0]._replace(out=phases[0].out.new_empty(1, 1024)[:, ::2])

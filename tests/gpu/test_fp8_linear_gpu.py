@@ -34,7 +34,7 @@ def same(actual: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
     ("rows", "columns"),
     [(1, 16), (17, 48), (129, 272), (64, 2048), (40, 16384), (5, 40000), (1000, 4096)],
 )
-def test_kernels_give_the_references_bits(rows: int, columns: int, dtype: torch.dtype) -> None:
+def test_kernels_give_the_references_bits(rows, columns, dtype):
     x = torch.randn(rows, columns, device="cuda")
     x *= torch.logspace(-4, 3, rows, device=x.device)[:, None]
     x = x.to(dtype)
@@ -54,7 +54,7 @@ def test_kernels_give_the_references_bits(rows: int, columns: int, dtype: torch.
              module._columns_reference(x, (), None, largest, padded))  # fmt: skip
 
 
-def test_several_matrices_and_strides() -> None:
+def test_several_matrices_and_strides():
     sizes = (256, 64, 16, 32, 96, 48)  # more than a launch takes
     parts = [torch.randn(rows, 512, device="cuda").bfloat16() for rows in sizes]
     part = torch.randn(96, 1024, device="cuda").bfloat16()[:, 256:768]
@@ -68,7 +68,7 @@ def test_several_matrices_and_strides() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 16), (3, 65, 272), (2000, 2048), (70, 4096), (33, 8192)])
-def test_norm_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_norm_rows(shape, dtype):
     x, residual, grad = (torch.randn(shape, device="cuda").to(dtype) for _ in range(3))
     weight = torch.randn(shape[-1], device="cuda").to(dtype)
     args = [one.requires_grad_() for one in (x, residual, weight)]
@@ -85,7 +85,7 @@ def test_norm_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", module.ACTIVATIONS)
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (65, 2048), (40, 14336), (7, 40000)])
-def test_gated_rows(rows: int, width: int, activation: str, dtype: torch.dtype) -> None:
+def test_gated_rows(rows, width, activation, dtype):
     packed = torch.randn(rows, 2 * width, device="cuda").to(dtype)
     grad = torch.randn(rows, width, device="cuda").to(dtype)
     forward = module._gated_rows(packed, None, activation)
@@ -109,7 +109,7 @@ def test_gated_rows(rows: int, width: int, activation: str, dtype: torch.dtype) 
         (33, 4096, 14336, False),
     ],
 )
-def test_products(rows: int, k: int, n: int, bias: bool, recipe: str) -> None:
+def test_products(rows, k, n, bias, recipe):
     if reason := flexops.ops.fp8_linear.fp8_refusal("cuda"):
         pytest.skip(reason)
     x = torch.randn(rows, k, device="cuda").bfloat16().requires_grad_()
@@ -126,7 +126,7 @@ def test_products(rows: int, k: int, n: int, bias: bool, recipe: str) -> None:
         assert (a.double() - b).norm() < 0.05 * b.norm()
 
 
-def test_a_compiled_call_and_a_captured_one() -> None:
+def test_a_compiled_call_and_a_captured_one():
     x = torch.randn(256, 512, device="cuda").bfloat16().requires_grad_()
     weight = torch.randn(128, 512, device="cuda").bfloat16().requires_grad_()
     wanted = flexops.fp8_linear(x, weight)

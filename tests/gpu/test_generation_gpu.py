@@ -61,7 +61,7 @@ def assert_likely(model: Any, tokens: Tensor, inputs: dict[str, Tensor]) -> None
 
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_captured_steps_give_likely_tokens(name: str, padding: bool) -> None:
+def test_captured_steps_give_likely_tokens(name, padding):
     model, inputs = made(name), prompts(padding)
     flexops.patch(model)
     found = (
@@ -87,7 +87,7 @@ def test_captured_steps_give_likely_tokens(name: str, padding: bool) -> None:
         ("gemma4_text", "heads of 512 columns"),
     ],
 )
-def test_what_stands_around_attention(name: str, reason: str) -> None:
+def test_what_stands_around_attention(name, reason):
     """Norms of what is rotated, gates, experts; types without captured steps, and why."""
     model = zoo.tiny(name).eval()
     model.get_output_embeddings().weight.data.mul_(8)
@@ -114,7 +114,7 @@ def test_what_stands_around_attention(name: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
-def test_beams_and_candidates(options: dict[str, Any]) -> None:
+def test_beams_and_candidates(options):
     model, inputs = made(), prompts(rows=1)
     expected = generate(model, inputs, **options)
     flexops.patch(model)
@@ -122,7 +122,7 @@ def test_beams_and_candidates(options: dict[str, Any]) -> None:
     assert (found == expected).float().mean() > 0.6  # rounding may choose another beam
 
 
-def test_weights_may_change_in_place() -> None:
+def test_weights_may_change_in_place():
     model, inputs = made(), prompts()
     flexops.patch(model)
     before = generate(model, inputs)
@@ -136,7 +136,7 @@ def test_weights_may_change_in_place() -> None:
     assert torch.equal(found, generate(other, inputs))
 
 
-def test_a_model_that_moved_is_captured_again() -> None:
+def test_a_model_that_moved_is_captured_again():
     model, inputs = made(), prompts()
     flexops.patch(model)
     expected = generate(model, inputs)
@@ -147,7 +147,7 @@ def test_a_model_that_moved_is_captured_again() -> None:
     del junk
 
 
-def test_a_cache_is_the_users() -> None:
+def test_a_cache_is_the_users():
     model, inputs = made(), prompts()
     flexops.patch(model)
     first, second = (generate(model, inputs, return_dict_in_generate=True) for _ in range(2))
@@ -157,7 +157,7 @@ def test_a_cache_is_the_users() -> None:
     assert torch.equal(first.sequences, second.sequences)
 
 
-def test_memory_comes_back() -> None:
+def test_memory_comes_back():
     model, inputs = made(), prompts()
     flexops.patch(model)
     generate(model, inputs)
@@ -170,7 +170,7 @@ def test_memory_comes_back() -> None:
     assert torch.cuda.memory_allocated() < before
 
 
-def test_seeds_and_the_default_generator() -> None:
+def test_seeds_and_the_default_generator():
     model, inputs = made(), prompts()
     flexops.patch(model)
     options: dict[str, Any] = {"do_sample": True, "top_k": 40, "max_new_tokens": NEW}
@@ -184,7 +184,7 @@ def test_seeds_and_the_default_generator() -> None:
     assert torch.equal(*drawn)
 
 
-def test_threads_have_graphs_of_their_own() -> None:
+def test_threads_have_graphs_of_their_own():
     model, inputs = made(), prompts()
     flexops.patch(model)
     expected = generate(model, inputs)
@@ -204,7 +204,7 @@ def test_threads_have_graphs_of_their_own() -> None:
     assert all(torch.equal(one, expected) for one in found)
 
 
-def test_a_layer_is_seven_kernels_or_fewer() -> None:
+def test_a_layer_is_seven_kernels_or_fewer():
     """Counted as the difference of two models, of two and six layers."""
 
     def counts(layers: int) -> Counter[str]:

@@ -45,7 +45,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_loaded_on_the_gpu_it_computes_and_generates(kind: str, folders: dict[str, Path]) -> None:
+def test_loaded_on_the_gpu_it_computes_and_generates(kind, folders):
     model: Any = AutoModelForCausalLM.from_pretrained(
         folders[kind], quantization_config=Int4Config(), device_map="cuda"
     )
@@ -61,7 +61,7 @@ def test_loaded_on_the_gpu_it_computes_and_generates(kind: str, folders: dict[st
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_moved_after_patching_it_computes_the_same(kind: str, folders: dict[str, Path]) -> None:
+def test_moved_after_patching_it_computes_the_same(kind, folders):
     direct: Any = AutoModelForCausalLM.from_pretrained(
         folders[kind], quantization_config=Int4Config(), device_map="cuda"
     )
@@ -80,7 +80,7 @@ def test_moved_after_patching_it_computes_the_same(kind: str, folders: dict[str,
     assert torch.equal(logits(moved.cpu()), before)
 
 
-def test_saved_from_the_gpu_it_is_the_same(tmp_path: Path) -> None:
+def test_saved_from_the_gpu_it_is_the_same(tmp_path):
     model = llama().cuda()
     flexops.patch(model, weights="int4")
     model.save_pretrained(tmp_path)
@@ -89,13 +89,13 @@ def test_saved_from_the_gpu_it_is_the_same(tmp_path: Path) -> None:
     assert torch.equal(logits(again), logits(model))
 
 
-def test_an_input_on_another_device_is_named() -> None:
+def test_an_input_on_another_device_is_named():
     layer = Int4Linear.from_linear(torch.nn.Linear(64, 32)).cuda()
     with pytest.raises((ValueError, RuntimeError), match="cpu"):
         layer(torch.ones(2, 64))
 
 
-def test_the_gradient_of_the_input_is_that_of_the_dequantized_weight() -> None:
+def test_the_gradient_of_the_input_is_that_of_the_dequantized_weight():
     layer = Int4Linear.from_linear(torch.nn.Linear(128, 64, dtype=torch.bfloat16)).cuda()
     x = torch.randn(3, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(3, 64, device="cuda", dtype=torch.bfloat16)
@@ -105,7 +105,7 @@ def test_the_gradient_of_the_input_is_that_of_the_dequantized_weight() -> None:
     assert (x.grad.double() - expected).abs().max() <= 2**-8 * expected.abs().max()
 
 
-def test_copies_share_nothing() -> None:
+def test_copies_share_nothing():
     model = load(GOLDEN / "awq").cuda()
     other = copy.deepcopy(model)
     before = logits(model)

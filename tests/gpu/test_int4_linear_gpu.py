@@ -53,9 +53,7 @@ BOUNDS = {torch.bfloat16: 4e-3, torch.float16: 4e-4}
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 16, 17, 64, 100, 256, 1000])
-def test_products_are_float64s(
-    dtype: torch.dtype, group_size: int, symmetric: bool, rows: int
-) -> None:
+def test_products_are_float64s(dtype, group_size, symmetric, rows):
     for n, k in ((1000, 4096), (40, 224 if group_size == 32 else 256), (333, 1024), (17001, 256)):
         weight = weight_of(n, k, group_size, symmetric)
         x = random_x(rows, k, dtype)
@@ -101,9 +99,7 @@ PLANS = [
     [*((True, one) for one in FEW_PLANS), *((False, one) for one in PLANS)],
     ids=str,
 )
-def test_every_configuration_gives_float64s_result(
-    few: bool, plan: tuple[int, int, int, int], dtype: torch.dtype
-) -> None:
+def test_every_configuration_gives_float64s_result(few, plan, dtype):
     rows, first, second, cluster = plan
     capability = torch.cuda.get_device_capability()
     if not few and (first >= 16 or first in (4, 5)) and capability != (9, 0):
@@ -134,9 +130,7 @@ def test_every_configuration_gives_float64s_result(
     ("widths", "activation"),
     [((48, 32, 21), None), ((4096, 1024, 1024), None), ((14336, 14336), "silu"), ((40,), None)],
 )
-def test_norms_gates_and_residuals(
-    rows: int, widths: tuple[int, ...], activation: str | None
-) -> None:
+def test_norms_gates_and_residuals(rows, widths, activation):
     k = 4096
     weights = [weight_of(n, k, 64, False) for n in widths]
     width = widths[0] if activation else sum(widths)
@@ -160,7 +154,7 @@ def test_norms_gates_and_residuals(
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
-def test_scales_of_any_dtype(dtype: torch.dtype) -> None:
+def test_scales_of_any_dtype(dtype):
     for scales in (torch.float32, *HALVES):
         weight = weight_of(64, 256, 64, False, scales)
         for rows in (2, 100):
@@ -171,7 +165,7 @@ def test_scales_of_any_dtype(dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("rows", [1, 16, 64])
-def test_calls_are_captured(rows: int) -> None:
+def test_calls_are_captured(rows):
     weight = weight_of(1000, 1024, 64, False)
     x = random_x(rows, 1024, torch.bfloat16)
     flexops.int4_linear(x, weight)
@@ -183,7 +177,7 @@ def test_calls_are_captured(rows: int) -> None:
     assert torch.equal(out, flexops.int4_linear(x * 2, weight) + 1)
 
 
-def test_the_gradient_is_the_dense_products() -> None:
+def test_the_gradient_is_the_dense_products():
     weight = weight_of(1000, 1024, 64, False)
     for rows in (5, 200):
         x = random_x(rows, 1024, torch.bfloat16).requires_grad_()

@@ -64,15 +64,13 @@ def scale() -> flexops.Kernel:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(), (1,), (1000,), (257, 1023), (0, 3)])
-def test_values(scale: flexops.Kernel, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_values(scale, dtype, shape):
     x = torch.randn(shape, device="cuda").to(dtype)
     assert torch.equal(scale(x, 1.5), (x.float() * 1.5).to(dtype))
     assert torch.equal(scale(x, 1.5), scale.op(x, 1.5))
 
 
-def test_strides_views_and_more_than_2_to_31_elements(
-    scale: flexops.Kernel, require_gpu_memory: Callable[[int], None]
-) -> None:
+def test_strides_views_and_more_than_2_to_31_elements(scale, require_gpu_memory):
     x = torch.randn(64, 33, device="cuda").t()
     assert torch.equal(scale(x, 2.0), x * 2)
     y = torch.randn(1001, device="cuda")[1:]  # not aligned to 16 bytes
@@ -83,7 +81,7 @@ def test_strides_views_and_more_than_2_to_31_elements(
 
 
 @pytest.mark.parametrize("columns", [1, 100, 4096, 60000])
-def test_shared_memory_template_values_and_a_function_for_the_result(columns: int) -> None:
+def test_shared_memory_template_values_and_a_function_for_the_result(columns):
     sums = flexops.kernel(
         ROWS,
         "gpu_kernels::row_sums(Tensor x, bool mean=False) -> Tensor",
@@ -97,7 +95,7 @@ def test_shared_memory_template_values_and_a_function_for_the_result(columns: in
     torch.testing.assert_close(sums(x, True), x.mean(1), rtol=1e-4, atol=1e-3)
 
 
-def test_out_arguments_autograd_and_opcheck(scale: flexops.Kernel) -> None:
+def test_out_arguments_autograd_and_opcheck(scale):
     fill = flexops.kernel("__global__ void fill(float* y, float value, int n) { if (threadIdx.x < n) y[threadIdx.x] = value; }",
                           "gpu_kernels::fill(Tensor(a!) y, float value) -> ()")  # fmt: skip
     y = torch.zeros(7, device="cuda")
@@ -123,7 +121,7 @@ def test_out_arguments_autograd_and_opcheck(scale: flexops.Kernel) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_without_a_backward_there_is_no_gradient(scale: flexops.Kernel, compiled: bool) -> None:
+def test_without_a_backward_there_is_no_gradient(scale, compiled):
     fill = flexops.kernel(
         "__global__ void set(float* y, float value, int n) { if (threadIdx.x < n) y[threadIdx.x] ="
         " value; }",
@@ -149,7 +147,7 @@ def test_without_a_backward_there_is_no_gradient(scale: flexops.Kernel, compiled
     assert torch.equal(scale(x, 2.0), torch.full_like(x, 2.0)), "nothing asks for a gradient"
 
 
-def test_transforms_and_no_derivative_in_forward_mode() -> None:
+def test_transforms_and_no_derivative_in_forward_mode():
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.factor, ctx.shape = inputs[1], output.shape
 
@@ -167,14 +165,14 @@ def test_transforms_and_no_derivative_in_forward_mode() -> None:
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_torch_compile(scale: flexops.Kernel, mode: str | None) -> None:
+def test_torch_compile(scale, mode):
     compiled = torch.compile(lambda x: scale(x.relu(), 2.0) + 1, fullgraph=True, mode=mode)
     for _ in range(4):
         x = torch.randn(100, device="cuda")
         torch.testing.assert_close(compiled(x), x.relu() * 2 + 1)
 
 
-def test_cuda_graphs_and_a_first_call_in_capture() -> None:
+def test_cuda_graphs_and_a_first_call_in_capture():
     new = make_scale("in_capture", fresh(SCALE))
     x, graph = torch.ones(100, device="cuda"), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -185,7 +183,7 @@ def test_cuda_graphs_and_a_first_call_in_capture() -> None:
         assert torch.equal(out, torch.full_like(x, 2 * value))
 
 
-def test_streams(scale: flexops.Kernel) -> None:
+def test_streams(scale):
     """A launch on another stream waits for what is queued there, not for the default one's."""
     stream = torch.cuda.Stream()
     x = torch.zeros(1000, device="cuda")
@@ -198,7 +196,7 @@ def test_streams(scale: flexops.Kernel) -> None:
     assert torch.equal(out, torch.full_like(x, 6.0))
 
 
-def test_threads_that_call_first_and_a_thread_without_a_context() -> None:
+def test_threads_that_call_first_and_a_thread_without_a_context():
     new = make_scale("on_threads", fresh(SCALE))
     results: list[bool] = []
 
@@ -225,13 +223,13 @@ def test_threads_that_call_first_and_a_thread_without_a_context() -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_another_device(scale: flexops.Kernel) -> None:
+def test_another_device(scale):
     x = torch.ones(10, device="cuda:1")
     assert torch.equal(scale(x, 2.0), x * 2)
     assert torch.cuda.current_device() == 0
 
 
-def test_tensors_of_two_devices_are_refused() -> None:
+def test_tensors_of_two_devices_are_refused():
     add = flexops.kernel(
         "__global__ void add(const float* x, const float* y, float* out, int n) {}",
         "gpu_kernels::add(Tensor x, Tensor y) -> Tensor",
@@ -240,7 +238,7 @@ def test_tensors_of_two_devices_are_refused() -> None:
         add(torch.ones(2, device="cuda"), torch.ones(2))
 
 
-def test_what_the_gpu_refuses_is_said(scale: flexops.Kernel) -> None:
+def test_what_the_gpu_refuses_is_said(scale):
     big = make_scale("too_many_threads", block=lambda: 2048)
     with pytest.raises(
         RuntimeError,
@@ -260,7 +258,7 @@ def test_what_the_gpu_refuses_is_said(scale: flexops.Kernel) -> None:
     assert torch.equal(scale(x, 2.0), x * 2), "the process goes on"
 
 
-def test_the_time_of_a_first_result_is_printed() -> None:
+def test_the_time_of_a_first_result_is_printed():
     """In a process of its own: kernel defined, compiled, launched, result there; torch's context is
     there before."""
     code = (
@@ -281,7 +279,7 @@ def test_the_time_of_a_first_result_is_printed() -> None:
     print("\n" + done.stdout)
 
 
-def test_the_time_of_a_call_is_printed(scale: flexops.Kernel) -> None:
+def test_the_time_of_a_call_is_printed(scale):
     """Host time of a call, queued without waiting, the contenders in turns; the least of several
     rounds."""
     x = torch.ones(64, device="cuda")

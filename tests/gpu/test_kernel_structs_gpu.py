@@ -62,7 +62,7 @@ __global__ void normalize(const float* x, float* out, float* total, int64_t n) {
 }"""
 
 
-def test_the_copy_engine_brings_tiles() -> None:
+def test_the_copy_engine_brings_tiles():
     if torch.cuda.get_device_capability() < (9, 0):
         with pytest.raises(flexops.errors.FlexopsError, match=r"9\.0 or newer"):
             flexops.tensor_map(torch.zeros(64, 64, device="cuda"), (32, 32))
@@ -80,7 +80,7 @@ def test_the_copy_engine_brings_tiles() -> None:
         assert torch.equal(transpose(x), x.t())
 
 
-def test_a_struct_arrives_as_it_was_given() -> None:
+def test_a_struct_arrives_as_it_was_given():
     window = flexops.kernel(
         WINDOW,
         "window(Tensor x, int first, float scale) -> Tensor",
@@ -92,7 +92,7 @@ def test_a_struct_arrives_as_it_was_given() -> None:
     assert torch.equal(window(x, 3, 0.5), expected)
 
 
-def test_a_cooperative_grid_waits_for_all_blocks() -> None:
+def test_a_cooperative_grid_waits_for_all_blocks():
     normalize = flexops.kernel(
         NORMALIZE,
         "normalize(Tensor x, Tensor(a!) total, Tensor(b!) out) -> ()",
@@ -106,7 +106,7 @@ def test_a_cooperative_grid_waits_for_all_blocks() -> None:
     torch.testing.assert_close(out, x / x.sum(), rtol=1e-4, atol=0)
 
 
-def test_blocks_of_a_cluster_share_memory() -> None:
+def test_blocks_of_a_cluster_share_memory():
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("clusters are of 9.0 and newer")
     rotate = flexops.kernel(
@@ -140,7 +140,7 @@ def documented(name: str, before: str = "") -> flexops.Kernel:
     return kernel
 
 
-def test_two_passes_with_cub_give_the_same_bits_each_time() -> None:
+def test_two_passes_with_cub_give_the_same_bits_each_time():
     total = documented("total")
     for size in (0, 1, 1000, (1 << 22) + 3):
         x = torch.randn(size, device="cuda")
@@ -156,7 +156,7 @@ def test_two_passes_with_cub_give_the_same_bits_each_time() -> None:
     torch.testing.assert_close(compiled(x), x.sum() + 1)
 
 
-def test_an_autotuned_softmax_is_measured_once_and_stored() -> None:
+def test_an_autotuned_softmax_is_measured_once_and_stored():
     softmax = documented("softmax", f"// {uuid.uuid4()}\n")  # what no cache has
     graph, x = torch.cuda.CUDAGraph(), torch.randn(64, 1024, device="cuda")
     with torch.cuda.graph(graph):  # nothing is measured
@@ -179,7 +179,7 @@ def test_an_autotuned_softmax_is_measured_once_and_stored() -> None:
     assert all(0 < one < 1 for one in times)
 
 
-def test_what_a_candidate_cannot_launch_and_what_it_writes() -> None:
+def test_what_a_candidate_cannot_launch_and_what_it_writes():
     add = flexops.kernel(
         """
         extern __shared__ float room[];
@@ -195,7 +195,7 @@ def test_what_a_candidate_cannot_launch_and_what_it_writes() -> None:
     assert torch.equal(y, torch.ones_like(y))
 
 
-def test_a_factory_and_constant_arrays() -> None:
+def test_a_factory_and_constant_arrays():
     ramp = documented("ramp")
     for dtype in (torch.float32, torch.bfloat16):
         made = ramp(1000, 0.5, dtype=dtype, device="cuda")

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("part", range(16))
-def test_the_parameter_space_of_flash_attn(part: int, dtype: torch.dtype) -> None:
+def test_the_parameter_space_of_flash_attn(part, dtype):
     for number, config in enumerate(configs(16, dtype, 10 + part)):
         problem = Problem(config, "cuda", number)
         try:
@@ -50,23 +50,23 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_small_cases(name: str) -> None:
+def test_small_cases(name):
     for seed in range(2):
         verify(Problem(SMALL[name]._replace(dtype=torch.bfloat16), "cuda", seed))
 
 
 @pytest.mark.parametrize("capacity", [20000, 128 * 1024])
 @pytest.mark.parametrize("queries", [1, 16])
-def test_long_caches(queries: int, capacity: int) -> None:
+def test_long_caches(queries, capacity):
     verify(Problem(Config(queries, capacity, 128, 2, queries, True, dtype=torch.bfloat16), "cuda"))
 
 
-def test_other_head_dims_and_dtypes_run_as_plain_pytorch() -> None:
+def test_other_head_dims_and_dtypes_run_as_plain_pytorch():
     verify(Problem(Config(3, 300, 59, 2, 3, True, dtype=torch.bfloat16), "cuda"))
     verify(Problem(Config(3, 300, 64, 2, 3, True, dtype=torch.float32), "cuda"))
 
 
-def test_a_captured_call_appends_and_attends_where_lengths_on_the_device_say() -> None:
+def test_a_captured_call_appends_and_attends_where_lengths_on_the_device_say():
     config = Config(1, 700, 128, 2, 1, True, rotary=1.0, page=64, dtype=torch.bfloat16)
     problem = Problem(config, "cuda")
     problem.lengths.fill_(3)
@@ -88,7 +88,7 @@ def test_a_captured_call_appends_and_attends_where_lengths_on_the_device_say() -
             torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
 
 
-def test_what_the_device_says_wrongly_reaches_no_foreign_memory() -> None:
+def test_what_the_device_says_wrongly_reaches_no_foreign_memory():
     q, k, v = (torch.ones(2, 1, 2, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
     caches = torch.zeros(2, 4, 64, 2, 64, dtype=torch.bfloat16, device="cuda")
     lengths, wrong = (

@@ -32,9 +32,7 @@ def assert_same(one: codes.CompressedKVCache, other: codes.CompressedKVCache) ->
 
 @pytest.mark.parametrize(("bits", "group", "dim"), KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_kernels_give_the_codes_of_the_reference(
-    bits: int, group: int, dim: int, dtype: torch.dtype
-) -> None:
+def test_kernels_give_the_codes_of_the_reference(bits, group, dim, dtype):
     cache, k, v = grown(bits, group, dim, dtype, "cuda")
     plain = copy_of(cache)
     for x in plain[:4]:
@@ -60,9 +58,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         for more in ("window", "modified")
     ],
 )
-def test_kernels_attend_as_the_reference(
-    bits: int, group: int, dim: int, option: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_attend_as_the_reference(bits, group, dim, option, monkeypatch):
     options = {
         name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in OPTIONS[option].items()
     }
@@ -83,7 +79,7 @@ def test_kernels_attend_as_the_reference(
             torch.testing.assert_close(x.float(), y.float(), rtol=0.01, atol=1.001, msg=name)
 
 
-def test_a_captured_step_follows_lengths_on_the_device() -> None:
+def test_a_captured_step_follows_lengths_on_the_device():
     cache, *_ = grown(4, 64, 128, torch.bfloat16, "cuda")
     lengths = torch.full((3,), 300, dtype=torch.int32, device="cuda")
     other = copy_of(cache)

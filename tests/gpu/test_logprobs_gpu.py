@@ -25,12 +25,12 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
 
 @pytest.mark.parametrize("classes", [CLASSES, MANY], ids=["few", "many"])
 @pytest.mark.parametrize("block", range(4))
-def test_cuda_gives_what_the_reference_gives(block: int, classes: tuple[int, ...]) -> None:
+def test_cuda_gives_what_the_reference_gives(block, classes):
     for seed in range(block * 60, block * 60 + 60):
         check_draw(seed, "cuda", classes)
 
 
-def test_the_peak_is_two_chunks_of_logits() -> None:
+def test_the_peak_is_two_chunks_of_logits():
     x = torch.randn(8192, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     weight = torch.randn(50000, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     target = torch.randint(0, 50000, (8192,), device="cuda")
@@ -51,7 +51,7 @@ def test_the_peak_is_two_chunks_of_logits() -> None:
     assert torch.cuda.max_memory_allocated() - before < 2.5 * chunk + made + 4 * weight.numel()
 
 
-def test_a_cuda_graph_of_forward_and_backward_pass() -> None:
+def test_a_cuda_graph_of_forward_and_backward_pass():
     x = torch.randn(512, 64, dtype=torch.bfloat16, device="cuda")
     weight = torch.randn(1000, 64, dtype=torch.bfloat16, device="cuda")
     target = torch.randint(0, 1000, (512,), device="cuda")

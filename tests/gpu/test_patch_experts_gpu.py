@@ -33,7 +33,7 @@ def run(module: Any, function: Any, args: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_as_exact_as_the_class(name: str) -> None:
+def test_as_exact_as_the_class(name):
     torch.manual_seed(3)
     config_name, class_name, more = CLASSES[name]
     config = getattr(transformers, config_name)(**SIZES, **more)

@@ -57,7 +57,7 @@ def distances(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[st
 @pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")  # float32 has no kernels
 @pytest.mark.parametrize("padding", ["", "left"])
 @pytest.mark.parametrize("name", NAMES)
-def test_it_computes_what_eager_attention_does(name: str, padding: str) -> None:
+def test_it_computes_what_eager_attention_does(name, padding):
     inputs = batch(name, padding)
     eager, ours = (outcome(named(name, one), inputs) for one in ("eager", attention.NAME))
     if name in tiny.SINKS:
@@ -68,7 +68,7 @@ def test_it_computes_what_eager_attention_does(name: str, padding: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")  # float32 has no kernels
 @pytest.mark.parametrize("name", ["gpt_oss", "llama4", "mistral"])
-def test_it_generates_the_tokens_of_eager_attention(name: str) -> None:
+def test_it_generates_the_tokens_of_eager_attention(name):
     asked: dict[str, Any] = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False}
     inputs = batch(name, "left")
     eager, ours = (
@@ -81,7 +81,7 @@ def test_it_generates_the_tokens_of_eager_attention(name: str) -> None:
     ("name", "size", "has_mask"),
     [("gpt_oss", 6, False), ("mistral", 6, False), ("llama4", tiny.CHUNK, True)],
 )
-def test_only_a_window_that_is_passed_has_no_mask(name: str, size: int, has_mask: bool) -> None:
+def test_only_a_window_that_is_passed_has_no_mask(name, size, has_mask):
     length = tiny.LENGTH
     made = attention.mask(
         1, length, length, local_size=size, config=tiny.config(name), device=torch.device(DEVICE)
@@ -91,7 +91,7 @@ def test_only_a_window_that_is_passed_has_no_mask(name: str, size: int, has_mask
 
 @pytest.mark.parametrize("window", [None, 33])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_kernels_compute_sinks_and_their_gradient(dtype: torch.dtype, window: int | None) -> None:
+def test_kernels_compute_sinks_and_their_gradient(dtype, window):
     from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
     torch.manual_seed(0)

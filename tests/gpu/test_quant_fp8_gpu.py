@@ -30,7 +30,7 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
 
 
 @pytest.mark.parametrize("block", range(8))
-def test_cuda_gives_the_references_bits(block: int) -> None:
+def test_cuda_gives_the_references_bits(block):
     for seed in range(block * 100, block * 100 + 100):
         compare_with_reference(seed, "cuda")
 
@@ -38,7 +38,7 @@ def test_cuda_gives_the_references_bits(block: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("length", [64, 256, 264, 2048, 8192, 11008, 16392, 65536, 200003])
-def test_rows_of_all_lengths(dtype: torch.dtype, code: torch.dtype, length: int) -> None:
+def test_rows_of_all_lengths(dtype, code, length):
     """In a part of a warp, a block, and too long for a block; at any place in memory."""
     generator = torch.Generator("cuda").manual_seed(1)
     whole = torch.randn(7, length + 3, generator=generator, device="cuda").to(dtype)
@@ -58,7 +58,7 @@ def test_rows_of_all_lengths(dtype: torch.dtype, code: torch.dtype, length: int)
 
 
 @pytest.mark.parametrize("segment", [1, 8, 24, 100, 128, 512, 1000, 4096])
-def test_groups_of_all_sizes(segment: int) -> None:
+def test_groups_of_all_sizes(segment):
     x = torch.randn(65, 4104, device="cuda").bfloat16()
     for part in (x, x[:, :4100], x[:, 3:]):
         values, scales = quantize(part, E4M3, segment)
@@ -71,7 +71,7 @@ def test_groups_of_all_sizes(segment: int) -> None:
         )
 
 
-def test_a_large_tensor_with_one_scale() -> None:
+def test_a_large_tensor_with_one_scale():
     x = torch.randn(4099, 4097, device="cuda").bfloat16()
     for where in (0, x.numel() - 1, x.numel() // 2):
         y = x.clone()
@@ -88,7 +88,7 @@ def test_a_large_tensor_with_one_scale() -> None:
     assert (values.view(torch.uint8) == 0).all()
 
 
-def test_cuda_gives_the_cpus_bits() -> None:
+def test_cuda_gives_the_cpus_bits():
     x = torch.randn(500, 1000).bfloat16()
     for code, segment in ((E4M3, -1), (E5M2, 128), (E4M3, 0), (torch.int8, -1)):
         for on_gpu, on_cpu in zip(
@@ -97,7 +97,7 @@ def test_cuda_gives_the_cpus_bits() -> None:
             assert_same(on_gpu.cpu(), on_cpu)
 
 
-def test_torch_multiplies_with_these_scales(require: Callable[..., None]) -> None:
+def test_torch_multiplies_with_these_scales(require):
     """torch._scaled_mm takes values and scales as they are."""
     able = torch.cuda.get_device_capability() >= (8, 9)
     require(
@@ -129,7 +129,7 @@ def test_torch_multiplies_with_these_scales(require: Callable[..., None]) -> Non
         torch.testing.assert_close(product.float(), expected, rtol=2**-7, atol=2**-5)
 
 
-def test_in_a_cuda_graph_with_one_scale() -> None:
+def test_in_a_cuda_graph_with_one_scale():
     """The two passes and what they share."""
     x = torch.randn(600, 512, device="cuda").half()
     flexops.quantize_fp8(x, scaling="tensor")

@@ -39,7 +39,7 @@ def compare(
 
 
 @pytest.mark.parametrize("block", range(8))
-def test_cuda_gives_the_references_bits(block: int) -> None:
+def test_cuda_gives_the_references_bits(block):
     for seed in range(block * 100, block * 100 + 100):
         random_, generator = random.Random(seed), torch.Generator().manual_seed(seed)
         x, dim = draw_input(random_, generator, "cuda")
@@ -55,9 +55,7 @@ def _options(random_: random.Random, dim: int) -> tuple[int, int, int, bool]:
 @pytest.mark.parametrize(("bits", "symmetric"), MODES)
 @pytest.mark.parametrize("group_size", [4, 8, 16, 32, 64, 128, 256, 96, 33])
 @pytest.mark.parametrize("length", [256, 328])
-def test_both_fast_ways(
-    dtype: torch.dtype, bits: int, symmetric: bool, group_size: int, length: int
-) -> None:
+def test_both_fast_ways(dtype, bits, symmetric, group_size, length):
     """Whole and short last groups, along rows and along columns."""
     generator = torch.Generator("cuda").manual_seed(1)
     for shape, dim in (((37, length), 1), ((length, 136), 0), ((3, length, 64), 1)):
@@ -66,14 +64,14 @@ def test_both_fast_ways(
 
 
 @pytest.mark.parametrize("shape", [(1, 50000), (3, 9001), (600, 9000)])
-def test_long_groups(shape: tuple[int, int]) -> None:
+def test_long_groups(shape):
     x = torch.randn(shape, device="cuda").bfloat16()
     compare(x, 4, shape[1], 1, False, torch.bfloat16)
     compare(x, 8, shape[0], 0, True, torch.float32)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_cuda_gives_the_cpus_bits(dim: int) -> None:
+def test_cuda_gives_the_cpus_bits(dim):
     x = torch.randn(500, 1024).bfloat16()
     q, on_gpu = flexops.quantize(x, 4, 64, dim), flexops.quantize(x.cuda(), 4, 64, dim)
     assert_same(on_gpu.packed.cpu(), q.packed)
@@ -84,7 +82,7 @@ def test_cuda_gives_the_cpus_bits(dim: int) -> None:
 @pytest.mark.parametrize(
     ("dim", "bits", "group_size"), [(1, 4, 64), (0, 4, 64), (1, 8, 64), (0, 8, 100), (1, 4, 50)]
 )
-def test_more_than_2_to_31_elements(dim: int, bits: int, group_size: int) -> None:
+def test_more_than_2_to_31_elements(dim, bits, group_size):
     # 2.2e9 elements; the reference would not fit, so the ends are compared, as tensors of their own
     shape = (2**18 + 64, 2**13 + 128)
     x = torch.empty(shape, dtype=torch.bfloat16, device="cuda").uniform_(-1, 1)
@@ -104,7 +102,7 @@ def test_more_than_2_to_31_elements(dim: int, bits: int, group_size: int) -> Non
         assert torch.equal(y[part], flexops.dequantize(small))
 
 
-def test_on_a_stream_of_its_own() -> None:
+def test_on_a_stream_of_its_own():
     x = torch.randn(4096, 4096, device="cuda").bfloat16()
     expected = flexops.quantize(x)
     stream = torch.cuda.Stream()
@@ -120,7 +118,7 @@ def test_on_a_stream_of_its_own() -> None:
     assert torch.equal(y, flexops.dequantize(expected) * 2)
 
 
-def test_in_a_cuda_graph() -> None:
+def test_in_a_cuda_graph():
     x = torch.randn(64, 512, device="cuda").half()
     flexops.dequantize(flexops.quantize(x))
     graph = torch.cuda.CUDAGraph()
@@ -135,12 +133,12 @@ def test_in_a_cuda_graph() -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_on_another_gpu_than_the_current() -> None:
+def test_on_another_gpu_than_the_current():
     x = torch.randn(64, 512, device="cuda:1")
     assert_same(flexops.quantize(x).packed.cpu(), flexops.quantize(x.cpu()).packed)
 
 
-def test_opcheck() -> None:
+def test_opcheck():
     x = torch.randn(70, 64, device="cuda").bfloat16()
     torch.library.opcheck(torch.ops.flexops.quantize.default, (x, 4, 64, 1, False))
     q = flexops.quantize(x)
@@ -150,7 +148,7 @@ def test_opcheck() -> None:
     )
 
 
-def test_scales_on_another_device_are_an_error() -> None:
+def test_scales_on_another_device_are_an_error():
     q = flexops.quantize(torch.randn(4, 64, device="cuda"))
     with pytest.raises(ValueError, match="scales must be on packed's device"):
         flexops.dequantize(q._replace(scales=q.scales.cpu()))

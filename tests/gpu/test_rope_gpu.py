@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import test_rope as on_cpu
 import torch
-from torch import Tensor
 
 import flexops
 from flexops.ops import rope as rope_module
@@ -24,9 +23,7 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
 @pytest.mark.parametrize("dtype", on_cpu.DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("layout", on_cpu.LAYOUTS)
-def test_native_gives_what_the_reference_gives(
-    dtype: torch.dtype, interleaved: bool, layout: Callable[..., Tensor]
-) -> None:
+def test_native_gives_what_the_reference_gives(dtype, interleaved, layout):
     on_cpu.compare(dtype, interleaved, layout, "cuda")
 
 
@@ -35,9 +32,7 @@ def test_native_gives_what_the_reference_gives(
     ("batch", "heads", "key_heads", "length"),
     [(1, 32, 8, 1), (64, 5, 0, 1), (1, 3, 7, 700), (2, 1, 9, 33), (3, 0, 4, 50)],
 )
-def test_any_number_of_heads_and_positions(
-    batch: int, heads: int, key_heads: int, length: int, length_first: bool
-) -> None:
+def test_any_number_of_heads_and_positions(batch, heads, key_heads, length, length_first):
     shapes = ((batch, number, length, 64) for number in (heads, key_heads))
     query, key = (
         (on_cpu.length_first if length_first else on_cpu.head_first)(*shape).bfloat16().cuda()
@@ -54,7 +49,7 @@ def test_any_number_of_heads_and_positions(
         assert one.stride() == other.stride()
 
 
-def test_more_than_2_to_31_elements() -> None:
+def test_more_than_2_to_31_elements():
     """In one batch, so that lengths have to be counted on, too; the ends are compared with calls of
     their own."""
     length, positions = 2**24 + 5, 1000
@@ -70,7 +65,7 @@ def test_more_than_2_to_31_elements() -> None:
         assert torch.equal(result[:, :, part], alone)
 
 
-def test_more_items_than_one_launch_counts() -> None:
+def test_more_items_than_one_launch_counts():
     """Elements by themselves, since 6 is no multiple of a vector: 2^30 and more of them."""
     length = 2**29 + 7
     query = torch.empty(1, 1, length, 6, dtype=torch.float16, device="cuda").normal_()
@@ -85,7 +80,7 @@ def test_more_items_than_one_launch_counts() -> None:
 
 
 @pytest.mark.parametrize("length_first", [False, True])
-def test_looked_up_tables_in_several_launches(length_first: bool) -> None:
+def test_looked_up_tables_in_several_launches(length_first):
     """Each batch has rows of its own, which have to be counted on with it."""
     batch, heads, length, size = 5000, 2, 1000, 16
     query = torch.randn(
@@ -117,8 +112,8 @@ def test_looked_up_tables_in_several_launches(length_first: bool) -> None:
 )
 @pytest.mark.parametrize("length_first", [False, True])
 def test_more_blocks_than_the_second_dimension_of_a_grid_has(
-    batch: int, heads: int, length: int, size: int, length_first: bool
-) -> None:
+    batch, heads, length, size, length_first
+):
     middle = (length, heads) if length_first else (heads, length)
     query = torch.randn(batch, *middle, size, dtype=torch.bfloat16, device="cuda")
     query = query.transpose(1, 2) if length_first else query

@@ -16,7 +16,7 @@ from flexops.build.load import loader
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("two_gpus")
-def test_two_gpus(tmp_path: Path) -> None:
+def test_two_gpus(tmp_path):
     for family in FAMILIES:  # here, so that the ranks find them built
         assert loader.ensure(family, "cuda")
     run_ranks(2, "cuda", tmp_path / "store", timeout=300)
@@ -24,6 +24,6 @@ def test_two_gpus(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("two_gpus")
-def test_fp8_models_on_two_gpus(tmp_path: Path) -> None:
+def test_fp8_models_on_two_gpus(tmp_path):
     worker = Path(__file__).parents[1] / "patching" / "fp8_worker.py"
     run_ranks(2, "cuda", tmp_path / "store", timeout=300, worker=worker)

@@ -57,7 +57,7 @@ def documented(name: str) -> flexops.Kernel:
 
 
 @pytest.mark.usefixtures("host_compiler")
-def test_steps_share_a_workspace_and_constants() -> None:
+def test_steps_share_a_workspace_and_constants():
     kernel = define()
     x = torch.randn(7, 30).t()
     torch.testing.assert_close(emulate(kernel, x, 2.0), weighted(x, 2.0))
@@ -76,7 +76,7 @@ def test_steps_share_a_workspace_and_constants() -> None:
         ("ramp", [(9, 0.5, torch.float32, "cpu"), (300, 0.5, torch.bfloat16, "cpu")]),
     ],
 )
-def test_what_is_documented_passes_its_checks(name: str, cases: Any) -> None:
+def test_what_is_documented_passes_its_checks(name, cases):
     check_kernel(documented(name), cases)
 
 
@@ -97,12 +97,12 @@ def test_what_is_documented_passes_its_checks(name: str, cases: Any) -> None:
         ({"constants": {"kWeights": 3}}, "constants cannot hold kWeights"),
     ],
 )
-def test_steps_and_constants_that_do_not_fit(changes: dict[str, Any], said: str) -> None:
+def test_steps_and_constants_that_do_not_fit(changes, said):
     with pytest.raises(FlexopsError, match=said):
         define(**changes)
 
 
-def test_constants_in_cpp() -> None:
+def test_constants_in_cpp():
     made = constant_arrays(
         {"a": [[1, 2], [3, 4]], "b": [1, 0.25], "c": [True], "d": torch.ones(1).double()}
     )
@@ -114,7 +114,7 @@ def test_constants_in_cpp() -> None:
     ]
 
 
-def test_a_factory_is_where_its_device_says() -> None:
+def test_a_factory_is_where_its_device_says():
     schema = "steps::ones(int count, *, ScalarType dtype, Device? device=None) -> Tensor"
     source = """
     template <typename T> __global__ void ones(T* out, int64_t n) {
@@ -141,7 +141,7 @@ def test_a_factory_is_where_its_device_says() -> None:
         assert ones(3, dtype=torch.half).device.type == "meta"
 
 
-def test_a_derivative_in_forward_mode() -> None:
+def test_a_derivative_in_forward_mode():
     source = """
     template <typename T> __global__ void square(const T* x, T* out, int64_t n) {
       const int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x;

@@ -35,7 +35,7 @@ def refusal(source: str = SCALE, schema: str = SCHEMA, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_what_a_source_says_of_its_kernels() -> None:
+def test_what_a_source_says_of_its_kernels():
     source = """
     // __global__ void no(int a) {}
     #define KERNEL __global__ void nor(int a)
@@ -67,7 +67,7 @@ def test_what_a_source_says_of_its_kernels() -> None:
     assert (first.line, first.bounds, second.bounds) == (7, "256", "")
 
 
-def test_attributes_forward_declarations_and_pointers_to_pointers() -> None:
+def test_attributes_forward_declarations_and_pointers_to_pointers():
     source = """
     template <typename T> __global__ void first(const T*, int);
     template <typename T> struct Other { T x; };
@@ -87,7 +87,7 @@ def test_attributes_forward_declarations_and_pointers_to_pointers() -> None:
     assert second.parameters[1] == Parameter("one", "float", True)
 
 
-def test_parameters_lie_where_cpp_has_them() -> None:
+def test_parameters_lie_where_cpp_has_them():
     """A pointer, a char, a double, a short and an int: as struct { void* a; char b; double c; short
     d; int e; }."""
     format_ = launch.layout(["Q", "b", "d", "h", "i"])
@@ -97,7 +97,7 @@ def test_parameters_lie_where_cpp_has_them() -> None:
     assert struct.unpack_from("<Q b 7x d h 2x i", packed, config) == (1, 2, 3.0, 4, 5)
 
 
-def test_an_op_is_registered_and_its_results_are_known_without_a_kernel() -> None:
+def test_an_op_is_registered_and_its_results_are_known_without_a_kernel():
     scale = define()
     assert scale.op is torch.ops.flexops_kernels.scale.default
     made = scale(torch.empty(3, 4, dtype=torch.bfloat16, device="meta").t(), 2.0)
@@ -112,7 +112,7 @@ def test_an_op_is_registered_and_its_results_are_known_without_a_kernel() -> Non
     assert scale.expression(torch.empty(3, dtype=torch.float16), 2.0) == "scale<float16>"
 
 
-def test_the_reference_serves_the_cpu_and_torchs_own_checks() -> None:
+def test_the_reference_serves_the_cpu_and_torchs_own_checks():
     def reference(x: Tensor, factor: float) -> Tensor:
         return x * factor
 
@@ -130,7 +130,7 @@ def test_the_reference_serves_the_cpu_and_torchs_own_checks() -> None:
     )
 
 
-def test_written_arguments_and_a_gradient() -> None:
+def test_written_arguments_and_a_gradient():
     source = "__global__ void axpy(float* y, const float* x, float a, int n) {}"
     axpy = define(
         source,
@@ -161,7 +161,7 @@ def test_written_arguments_and_a_gradient() -> None:
     )
 
 
-def test_several_results_by_a_function() -> None:
+def test_several_results_by_a_function():
     source = (
         "template <typename T> __global__ void stats(const T* x, float* mean, float* out1, int64_t"
         " rows, int64_t x_size1) {}"
@@ -188,7 +188,7 @@ def test_several_results_by_a_function() -> None:
         ).expression(torch.empty(4, 5).double())
 
 
-def test_a_cell_that_is_run_again_changes_what_its_operator_does() -> None:
+def test_a_cell_that_is_run_again_changes_what_its_operator_does():
     compiled = torch.compile(lambda x: torch.ops.flexops_kernels.scale(x, 2.0), backend="eager")
     define(reference=lambda x, factor: x * factor)
     assert compiled(torch.ones(1)).item() == 2
@@ -201,7 +201,7 @@ def test_a_cell_that_is_run_again_changes_what_its_operator_does() -> None:
     assert other(torch.ones(1), 2.0, 3).item() == 6
 
 
-def test_another_modules_operator_is_not_replaced() -> None:
+def test_another_modules_operator_is_not_replaced():
     define()
     namespace = {"flexops": flexops, "SCALE": SCALE, "SCHEMA": SCHEMA, "__name__": "other.module"}
     with pytest.raises(
@@ -354,16 +354,14 @@ def test_another_modules_operator_is_not_replaced() -> None:
         ({"schema": f"{'a' * 250}(Tensor x, float factor) -> Tensor"}, ["at most 150"]),
     ],
 )
-def test_a_definition_whose_parts_do_not_fit_is_refused_in_words(
-    options: dict[str, Any], said: list[str]
-) -> None:
+def test_a_definition_whose_parts_do_not_fit_is_refused_in_words(options, said):
     text = refusal(**options)
     for part in said:
         assert part in text
 
 
 @pytest.mark.parametrize("name", ["self", "run", "print", "values"])
-def test_an_argument_may_have_the_name_of_a_part_of_the_call(name: str) -> None:
+def test_an_argument_may_have_the_name_of_a_part_of_the_call(name):
     schema = f"scale(Tensor x, float {name}) -> Tensor"
     source = SCALE.replace("factor", name)
     scale = define(source, schema, reference=lambda *args: args[0] * args[1])
@@ -371,7 +369,7 @@ def test_an_argument_may_have_the_name_of_a_part_of_the_call(name: str) -> None:
     assert scale(torch.ones(2), **{name: 3.0}).tolist() == [3.0, 3.0]
 
 
-def test_two_tensors_of_one_type_must_agree() -> None:
+def test_two_tensors_of_one_type_must_agree():
     source = (
         "template <typename T, int N, bool causal> __global__ void add(const T* x, const T* y, T*"
         " out, int n) {}"
@@ -388,7 +386,7 @@ def test_two_tensors_of_one_type_must_agree() -> None:
         add.expression(torch.empty(3), torch.empty(3).bfloat16(), True)
 
 
-def test_a_templates_value_has_its_kind() -> None:
+def test_a_templates_value_has_its_kind():
     source = "template <int N, bool causal> __global__ void add(const float* x, float* out) {}"
     for n, causal, said in (
         (2.5, True, "int N cannot be 2.5: a whole number that int holds"),
@@ -450,7 +448,7 @@ def test_a_factory_and_several_steps_that_do_not_fit():
         both.expression(torch.ones(3))
 
 
-def test_without_a_reference_other_devices_are_refused() -> None:
+def test_without_a_reference_other_devices_are_refused():
     with pytest.raises(NativeUnavailableError, match="a kernel for GPUs only"):
         define()(torch.ones(1), 2.0)
     with pytest.raises(TypeError, match="factor"):
@@ -463,8 +461,8 @@ def test_without_a_reference_other_devices_are_refused() -> None:
     ids=["default", "two dimensions", "function"],
 )
 def test_a_call_with_tensors_of_a_known_shape_launches_what_the_first_did(
-    options: dict[str, Any],
-) -> None:
+    options,
+):
     """The Python of a call with the driver stood in for: grid, block, pointers and numbers of every
     launch; twice, for what is remembered of the first."""
     code = define(schema="again(Tensor x, float factor) -> Tensor", name="scale", **options)._code
@@ -530,7 +528,7 @@ NO_GRADIENT = r"has no gradient: call it under torch.no_grad\(\), or on detached
 FILL = "template <typename T> __global__ void fill(T* y, float value, int64_t n) { y[0] = value; }"
 
 
-def test_a_kernel_without_a_backward_has_no_gradient_in_eager_and_in_compiled_calls() -> None:
+def test_a_kernel_without_a_backward_has_no_gradient_in_eager_and_in_compiled_calls():
     """torch would differentiate the reference in eager calls, and give None in compiled ones."""
     scale = define(
         schema="no_gradient::scale(Tensor x, float factor) -> Tensor",
@@ -549,7 +547,7 @@ def test_a_kernel_without_a_backward_has_no_gradient_in_eager_and_in_compiled_ca
     assert scale(x, 2.0).tolist() == [2.0, 2.0, 2.0], "nothing asks for a gradient"
 
 
-def test_a_kernel_that_writes_has_no_gradient_in_eager_and_in_compiled_calls() -> None:
+def test_a_kernel_that_writes_has_no_gradient_in_eager_and_in_compiled_calls():
     fill = define(
         FILL,
         "no_gradient::fill(Tensor(a!) y, float value) -> ()",
@@ -581,7 +579,7 @@ def test_a_kernel_that_writes_has_no_gradient_in_eager_and_in_compiled_calls() -
         assert "writes its arguments, which has no gradient here" in said
 
 
-def test_a_gradient_may_be_given_later_and_taken_back() -> None:
+def test_a_gradient_may_be_given_later_and_taken_back():
     """As a notebook's cell that is run again: the operator is the same one."""
 
     def again(**options: Any) -> flexops.Kernel:
@@ -602,7 +600,7 @@ def test_a_gradient_may_be_given_later_and_taken_back() -> None:
 
 
 @pytest.mark.parametrize("by_a_kernel", [False, True])
-def test_a_gradient_penalty_is_right_or_rejected(by_a_kernel: bool) -> None:
+def test_a_gradient_penalty_is_right_or_rejected(by_a_kernel):
     """A backward pass of torch's functions has derivatives; one by a kernel without a gradient has
     none."""
     times = define(
@@ -629,7 +627,7 @@ def test_a_gradient_penalty_is_right_or_rejected(by_a_kernel: bool) -> None:
         assert second.tolist() == [0.0, 8.0, 16.0]
 
 
-def test_gradients_by_transforms_and_no_derivative_in_forward_mode() -> None:
+def test_gradients_by_transforms_and_no_derivative_in_forward_mode():
     """torch.library's gradient is none for transforms, and in forward mode a GPU's kernel would
     leave the derivative out."""
     func = torch.func
@@ -692,5 +690,5 @@ def test_gradients_by_transforms_and_no_derivative_in_forward_mode() -> None:
         ({"check": lambda other: other}, "asks for other"),
     ],
 )
-def test_shapes_and_checks_that_do_not_fit_the_schema(options: dict[str, Any], words: str) -> None:
+def test_shapes_and_checks_that_do_not_fit_the_schema(options, words):
     assert words in refusal(**options)

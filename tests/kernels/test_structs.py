@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import struct
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +35,7 @@ class Options(ctypes.Structure):
 VALUE = {"last": True, "scale": 2.0, "strides": [4, 5, 6], "mark": 7}
 
 
-def test_a_struct_lies_in_memory_as_cpp_has_it() -> None:
+def test_a_struct_lies_in_memory_as_cpp_has_it():
     found = structs(SOURCE)
     assert set(found) == {"Options", "Wide", "CUtensorMap"}
     options = found["Options"]
@@ -64,12 +63,12 @@ def test_a_struct_lies_in_memory_as_cpp_has_it() -> None:
         (object(), "has no last"),
     ],
 )
-def test_a_value_that_does_not_fit_is_named(value: Any, words: str) -> None:
+def test_a_value_that_does_not_fit_is_named(value, words):
     with pytest.raises((TypeError, ValueError), match=words.replace("(", r"\(")):
         structs(SOURCE)["Options"].pack(value)
 
 
-def test_a_kernels_buffer_has_its_structs() -> None:
+def test_a_kernels_buffer_has_its_structs():
     wide = {"x": 16, "a": 1, "b": 2}
     kernel = flexops.kernel(
         SOURCE, "take(Tensor x) -> Tensor", args={"options": VALUE, "wide": lambda: wide}
@@ -84,7 +83,7 @@ def test_a_kernels_buffer_has_its_structs() -> None:
         flexops.kernel(SOURCE, "take(Tensor x) -> Tensor", args={"options": VALUE})
 
 
-def test_a_map_is_shown_to_the_driver_by_its_address() -> None:
+def test_a_map_is_shown_to_the_driver_by_its_address():
     """The compiler aligns it to 64 bytes of the constant bank, not of the parameters."""
     letters = ["Q", structs("")["CUtensorMap"].letter, "i"]
     buffers = launch.Buffers(letters, (1, 1, 1))
@@ -96,7 +95,7 @@ def test_a_map_is_shown_to_the_driver_by_its_address() -> None:
     assert launch.Buffers(["Q", "16s@16"], (1, 1, 1)).all[3] is None
 
 
-def test_cooperative_and_cluster_are_attributes_of_the_launch() -> None:
+def test_cooperative_and_cluster_are_attributes_of_the_launch():
     buffers = launch.Buffers((), (2, 1, 1), cooperative=True)
     content = ctypes.string_at(buffers.all[2], 144)
     assert struct.unpack_from("=II", content, 0) == (2, 0)
@@ -122,9 +121,7 @@ def test_cooperative_and_cluster_are_attributes_of_the_launch() -> None:
         (torch.empty_strided((8, 64), (64, 1)), (8, 32), 0, "a tensor on cpu"),
     ],
 )
-def test_a_tensor_without_a_map_is_rejected_with_the_reason(
-    tensor: torch.Tensor, box: tuple[int, ...], swizzle: int, words: str
-) -> None:
+def test_a_tensor_without_a_map_is_rejected_with_the_reason(tensor, box, swizzle, words):
     with pytest.raises(FlexopsError, match=words):
         flexops.tensor_map(tensor, box, swizzle=swizzle)
     with pytest.raises(TypeError, match="a tensor and a box such as"):

@@ -80,7 +80,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine
     settings.current.cache_clear()
 
 
-def test_the_fastest_is_measured_once_for_a_kind_and_stored_for_the_gpu(machine: Machine) -> None:
+def test_the_fastest_is_measured_once_for_a_kind_and_stored_for_the_gpu(machine):
     copy = machine.kernel()
     assert [machine.chosen(copy, torch.ones(size)) for size in (1000, 1000, 1024)] == [1, 1, 1]
     once = machine.measured
@@ -107,7 +107,7 @@ def _blocks(rows: int) -> int:
     return rows // ROWS
 
 
-def test_an_edited_function_is_another_kernel(machine: Machine) -> None:
+def test_an_edited_function_is_another_kernel(machine):
     """Its constants, names, helpers, globals and closure count; where it was defined does not."""
 
     def of(rows: int) -> Any:
@@ -142,7 +142,7 @@ def test_an_edited_function_is_another_kernel(machine: Machine) -> None:
     assert machine.measured == 2 * once
 
 
-def test_the_text_of_a_function_is_that_of_every_process() -> None:
+def test_the_text_of_a_function_is_that_of_every_process():
     code = (
         "from flexops.kernels import tuning; import torch\n"
         "def f(x, y=object()): return torch.arange(3) if x in {'a', 'b', 'c'} else y\n"
@@ -158,7 +158,7 @@ def test_the_text_of_a_function_is_that_of_every_process() -> None:
     assert len(texts) == 1
 
 
-def test_a_key_of_its_own(machine: Machine) -> None:
+def test_a_key_of_its_own(machine):
     copy = machine.kernel(key=lambda x: x.shape[0] % 2)
     for size in (2, 400, 6000):
         machine.chosen(copy, torch.ones(size))
@@ -167,7 +167,7 @@ def test_a_key_of_its_own(machine: Machine) -> None:
     assert machine.measured == 2 * once
 
 
-def test_where_nothing_is_measured(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_is_measured(machine, monkeypatch):
     x = torch.ones(8)
     assert machine.chosen(machine.kernel(candidate=2), x) == 2
     copy = machine.kernel()
@@ -188,7 +188,7 @@ def test_where_nothing_is_measured(machine: Machine, monkeypatch: pytest.MonkeyP
     assert machine.chosen(copy, x) == 1, "neither is kept for later calls"
 
 
-def test_what_cannot_be_launched_is_left_out(machine: Machine) -> None:
+def test_what_cannot_be_launched_is_left_out(machine):
     x = torch.ones(8)
     machine.seconds = [RuntimeError("too many registers"), 2.0, NativeUnavailableError("JIT=0")]
     copy = machine.kernel()
@@ -203,7 +203,7 @@ def test_what_cannot_be_launched_is_left_out(machine: Machine) -> None:
         machine.chosen(machine.kernel(), torch.ones(100))
 
 
-def test_a_damaged_or_foreign_choice_is_measured_again(machine: Machine) -> None:
+def test_a_damaged_or_foreign_choice_is_measured_again(machine):
     x = torch.ones(8)
     assert machine.chosen(machine.kernel(), x) == 1
     (entry,) = BuildCache(machine.cache).entries()
@@ -213,9 +213,7 @@ def test_a_damaged_or_foreign_choice_is_measured_again(machine: Machine) -> None
     assert machine.measured == 2 * once
 
 
-def test_choices_are_exported_and_recorded(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_choices_are_exported_and_recorded(machine, monkeypatch, tmp_path):
     """By an archive of the cache, and by a record, from which another machine has it."""
     monkeypatch.setenv("FLEXOPS_RECORD", str(tmp_path / "record.jsonl"))
     settings.current.cache_clear()
@@ -237,7 +235,7 @@ def test_choices_are_exported_and_recorded(
 
 
 @pytest.mark.usefixtures("machine")
-def test_what_is_written_is_copied_before() -> None:
+def test_what_is_written_is_copied_before():
     add = flexops.kernel(
         "__global__ void add(float* y, int64_t n) { if (threadIdx.x < n) y[threadIdx.x] += 1; }",
         "tuned::add(Tensor(a!) y) -> ()",
@@ -252,7 +250,7 @@ def test_what_is_written_is_copied_before() -> None:
     assert len(seen) > 2
 
 
-def test_times_are_in_the_order_of_candidates(machine: Machine) -> None:
+def test_times_are_in_the_order_of_candidates(machine):
     times = tuning.measure([lambda: 0, lambda: 1, lambda: 2])
     assert times == (3.0, 1.0, 2.0)
     machine.seconds[1] = RuntimeError()
@@ -273,7 +271,7 @@ def test_times_are_in_the_order_of_candidates(machine: Machine) -> None:
         ({"block": 32, "template": {"kThreads": 32}, "key": len}, "key without candidates"),
     ],
 )
-def test_candidates_that_do_not_fit(options: dict[str, Any], said: str) -> None:
+def test_candidates_that_do_not_fit(options, said):
     with pytest.raises(FlexopsError, match=said):
         flexops.kernel(COPY, "tuned::copy(Tensor x) -> Tensor", **options)
     fixed = flexops.kernel(COPY, "tuned::copy(Tensor x) -> Tensor", candidates=CANDIDATES)

@@ -5,7 +5,7 @@ the formula, packed sequences, torch's arguments."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -293,7 +293,7 @@ def draw(
 )
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.usefixtures("both")
-def test_any_head_dim(columns: tuple[int, int], causal: bool, dtype: torch.dtype) -> None:
+def test_any_head_dim(columns, causal, dtype):
     assert_close(errors(*draw(40, 70, 6, 2, *columns, dtype=dtype), causal=causal), dtype)
 
 
@@ -302,7 +302,7 @@ def test_any_head_dim(columns: tuple[int, int], causal: bool, dtype: torch.dtype
 )
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.usefixtures("both")
-def test_any_lengths(queries: int, keys: int, causal: bool) -> None:
+def test_any_lengths(queries, keys, causal):
     found = errors(*draw(queries, keys, 4, 2, 16), causal=causal)
     if keys == 1:  # softmax of one number has no gradient: what is left is rounding
         del found["q"], found["k"]
@@ -312,7 +312,7 @@ def test_any_lengths(queries: int, keys: int, causal: bool) -> None:
 @pytest.mark.parametrize("window", [*WINDOWS, (10, 3)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.usefixtures("both")
-def test_windows(window: tuple[int | None, int | None], causal: bool) -> None:
+def test_windows(window, causal):
     found = errors(*draw(150, 200, 2, 2, 16), window=window, causal=causal)
     if causal and window == (0, None):  # one key, as below
         del found["q"], found["k"]
@@ -324,7 +324,7 @@ def test_windows(window: tuple[int | None, int | None], causal: bool) -> None:
 )
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.bool])
 @pytest.mark.usefixtures("both")
-def test_bias_of_every_shape(shape: tuple[int, ...], kind: torch.dtype) -> None:
+def test_bias_of_every_shape(shape, kind):
     bias = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     found = errors(
         *draw(30, 40, 4, 2, 16), bias=bias > -0.7 if kind == torch.bool else bias.to(kind)
@@ -336,7 +336,7 @@ def test_bias_of_every_shape(shape: tuple[int, ...], kind: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("both")
-def test_all_at_once() -> None:
+def test_all_at_once():
     generator = torch.Generator().manual_seed(2)
     slopes, bias, sinks = (
         torch.rand(2, 4, generator=generator),
@@ -365,9 +365,7 @@ def test_all_at_once() -> None:
     [lambda grad: 0.9 * grad, torch.zeros_like, lambda grad: grad.roll(1)],
     ids=["a tenth short", "zeros", "another head's"],
 )
-def test_a_wrong_gradient_of_sinks_is_seen(
-    fault: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_gradient_of_sinks_is_seen(fault, monkeypatch):
     """It is a sum that cancels, compared with its terms: within bfloat16's tolerance, too."""
     right, sinks = (
         attention_module._gradient_of_sinks,
@@ -382,13 +380,13 @@ def test_a_wrong_gradient_of_sinks_is_seen(
 
 @pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
 @pytest.mark.parametrize("score_mod", SCORE_MODS)
-def test_score_modifiers(score_mod: Any) -> None:
+def test_score_modifiers(score_mod):
     found = errors(*draw(30, 40, 4, 2, 16), score_mod=score_mod, window=(25, None))
     assert max(found.values()) < 1e-5, found
 
 
 @pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
-def test_a_score_modifier_is_compiled_with_the_graph() -> None:
+def test_a_score_modifier_is_compiled_with_the_graph():
     q, k, v = draw(30, 40, 4, 2, 16)
     score_mod = flexops.ScoreMod(squared)
     compiled = torch.compile(
@@ -416,7 +414,7 @@ TEXTS = {
 
 @pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_score_modifier_may_be_a_text(text: str) -> None:
+def test_a_score_modifier_may_be_a_text(text):
     tensors = [x.requires_grad_() for x in draw(30, 40, 4, 2, 16)]
     found = [
         flexops.attention(*tensors, score_mod=score_mod, return_lse=True)
@@ -458,7 +456,7 @@ def capped(score: Tensor, _b: Tensor, _h: Tensor, _q: Tensor, _k: Tensor) -> Ten
 
 @pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
 @pytest.mark.parametrize("score_mod", [alibi, documents, relative_bias, capped])
-def test_flex_attentions_own_functions(score_mod: Any) -> None:
+def test_flex_attentions_own_functions(score_mod):
     """With the tensors that they find outside of themselves, forward and backward."""
     tensors = [x.requires_grad_() for x in draw(40, 40, 4, 2, 16)]
     grad = torch.randn(2, 40, 4, 16, generator=torch.Generator().manual_seed(1))
@@ -484,7 +482,7 @@ def test_flex_attentions_own_functions(score_mod: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
-def test_tables_of_a_score_modifier_may_change() -> None:
+def test_tables_of_a_score_modifier_may_change():
     q, k, v = draw(5, 6, 4, 2, 8)
     slopes = torch.rand(4)
     named, text = (
@@ -511,7 +509,7 @@ def test_tables_of_a_score_modifier_may_change() -> None:
     torch.testing.assert_close(flexops.attention(q, k, v, score_mod=far), expected)
 
 
-def test_what_a_score_modifier_may_not_do() -> None:
+def test_what_a_score_modifier_may_not_do():
     q, k, v = draw(3, 4, 2, 2, 8)
     wrong = {
         "must not branch": lambda score, b, h, q, k: score if q > k else b + h,
@@ -549,7 +547,7 @@ def test_what_a_score_modifier_may_not_do() -> None:
 
 
 @pytest.mark.usefixtures("both")
-def test_rows_that_see_nothing_are_zeros() -> None:
+def test_rows_that_see_nothing_are_zeros():
     q, k, v = (x.requires_grad_() for x in draw(7, 5, 4, 2, 16))
     keep = torch.ones(7, 5, dtype=torch.bool)
     keep[3] = False
@@ -563,7 +561,7 @@ def test_rows_that_see_nothing_are_zeros() -> None:
 
 
 @pytest.mark.usefixtures("both")
-def test_packed_sequences_are_what_they_are_alone() -> None:
+def test_packed_sequences_are_what_they_are_alone():
     lengths_q, lengths_k = [10, 0, 33, 1, 5], [10, 5, 40, 30, 0]
     at_q, at_k = (
         [sum(lengths[:i]) for i in range(len(lengths) + 1)] for lengths in (lengths_q, lengths_k)
@@ -602,7 +600,7 @@ def test_packed_sequences_are_what_they_are_alone() -> None:
 # ---- in torch's machinery ------------------------------------------------------------------------
 
 
-def test_checkpointing_gives_the_same_gradients() -> None:
+def test_checkpointing_gives_the_same_gradients():
     q, k, v = (x.requires_grad_() for x in draw(33, 50, 4, 2, 16))
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -615,7 +613,7 @@ def test_checkpointing_gives_the_same_gradients() -> None:
     assert all(map(torch.equal, actual, expected))
 
 
-def test_autocast_casts_as_torchs_attention_does() -> None:
+def test_autocast_casts_as_torchs_attention_does():
     q, k, v = (x.requires_grad_() for x in draw(33, 33, 4, 4, 16))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours = flexops.attention(q, k, v.bfloat16())
@@ -628,7 +626,7 @@ def test_autocast_casts_as_torchs_attention_does() -> None:
     )
 
 
-def test_operations_are_counted_as_torchs_own_are() -> None:
+def test_operations_are_counted_as_torchs_own_are():
     q, k, v = (x.requires_grad_() for x in draw(33, 50, 4, 4, 16))
     with FlopCounterMode(display=False) as ours:
         flexops.attention(q, k, v).sum().backward()
@@ -648,9 +646,7 @@ def test_operations_are_counted_as_torchs_own_are() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("grouped_heads", [False, True])
-def test_torchs_arguments(
-    queries: int, keys: int, options: dict[str, Any], grouped_heads: bool
-) -> None:
+def test_torchs_arguments(queries, keys, options, grouped_heads):
     q, k, v = (
         x.transpose(1, 2).requires_grad_()
         for x in draw(queries, keys, 4, 2 if grouped_heads else 4, 16)
@@ -672,7 +668,7 @@ def test_torchs_arguments(
     )
 
 
-def test_what_torch_alone_has_is_torchs() -> None:
+def test_what_torch_alone_has_is_torchs():
     q = torch.ones(2, 4, 9, 16)
     torch.manual_seed(0)
     ours = flexops.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
@@ -687,7 +683,7 @@ def test_what_torch_alone_has_is_torchs() -> None:
     ].shape == (9, 9)
 
 
-def test_it_may_take_the_place_of_torchs_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_may_take_the_place_of_torchs_function(monkeypatch):
     """What it leaves to torch's function does not come back to it."""
     q = torch.randn(2, 4, 9, 16)
     expected = torch.nn.functional.scaled_dot_product_attention(q[0], q[0], q[0])
@@ -702,7 +698,7 @@ def test_it_may_take_the_place_of_torchs_function(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
-def test_what_kernels_do_not_take_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_kernels_do_not_take_is_reported(monkeypatch):
     reason = "a head_dim of 260: plain PyTorch, in pieces"
     monkeypatch.setattr(loader, "_declined", {})
     for device in ("cpu", "cuda"):
@@ -716,12 +712,12 @@ def test_what_kernels_do_not_take_is_reported(monkeypatch: pytest.MonkeyPatch) -
         loader.decline("attention", "cuda", reason)
 
 
-def test_self_check() -> None:
+def test_self_check():
     assert attention_module.self_check("cpu") < 1e-5
 
 
 @pytest.mark.parametrize(("queries", "keys", "options"), [(5, 5, (0,)), (3, 7, (2, 1, 0.5, True))])
-def test_the_operator_takes_heads_first(queries: int, keys: int, options: tuple[Any, ...]) -> None:
+def test_the_operator_takes_heads_first(queries, keys, options):
     """What torch's arguments are handed on as: no tensor is transposed, results lie in memory as
     with rows first, and gradients do."""
     rows = [

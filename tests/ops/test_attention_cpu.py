@@ -114,7 +114,7 @@ def describe(arguments: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(problem=problems())
-def test_any_problem(level: str, problem: dict[str, Any]) -> None:
+def test_any_problem(level, problem):
     with isa_limit(level):
         assert_right(problem)
 
@@ -150,9 +150,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1.0, 4.0])
-def test_errors_are_no_larger_than_those_of_torchs_flash_kernel(
-    dtype: torch.dtype, size: float
-) -> None:
+def test_errors_are_no_larger_than_those_of_torchs_flash_kernel(dtype, size):
     shape = (2, 500, 4, 64)
     tensors = [
         x * y for x, y in zip(draw(shape, shape, shape, dtype=dtype), (size, size, 1), strict=True)
@@ -176,7 +174,7 @@ def test_errors_are_no_larger_than_those_of_torchs_flash_kernel(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_same_bits_whatever_the_threads(dtype: torch.dtype) -> None:
+def test_the_same_bits_whatever_the_threads(dtype):
     """One key head, so that its queries are shared out to several items."""
     q, k, v, grad = draw(
         (1, 700, 2, 24), (1, 300, 1, 24), (1, 300, 1, 24), (1, 700, 2, 24), dtype=dtype
@@ -198,7 +196,7 @@ def test_the_same_bits_whatever_the_threads(dtype: torch.dtype) -> None:
     assert_close(errors(q, k, v, window=(250, 30)), dtype)
 
 
-def test_scores_are_never_held() -> None:
+def test_scores_are_never_held():
     """2^28 of them, a GiB; peak memory is measured in a process of its own."""
     program = """
 import resource, torch, flexops
@@ -214,7 +212,7 @@ print(peak() - before)
     assert int(run.stdout) < 100 * 1024  # KiB
 
 
-def test_what_is_packed_together_is_not_copied() -> None:
+def test_what_is_packed_together_is_not_copied():
     """Slices of a projection, and tensors with heads before lengths, give what copies of them
     give."""
     (together,) = draw((2, 70, 3, 4, 40))
@@ -241,7 +239,7 @@ def test_what_is_packed_together_is_not_copied() -> None:
 
 @pytest.mark.parametrize("window", [None, (100, 0), (0, 5), (None, -1), (500, 500)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_decoding(window: tuple[int | None, int | None] | None, dtype: torch.dtype) -> None:
+def test_decoding(window, dtype):
     """One query, whose grouped heads are computed together: layouts of a cache with heads first,
     and a slice of a longer one."""
     q, k, v = draw((2, 12, 1, 40), (2, 3, 333, 40), (2, 3, 333, 24), dtype=dtype)
@@ -272,9 +270,7 @@ def test_decoding(window: tuple[int | None, int | None] | None, dtype: torch.dty
     causal=st.booleans(),
 )
 @example(lengths=[(0, 0), (0, 5), (5, 0)], dtype=torch.float32, causal=True)
-def test_packed_sequences(
-    level: str, lengths: list[tuple[int, int]], dtype: torch.dtype, causal: bool
-) -> None:
+def test_packed_sequences(level, lengths, dtype, causal):
     """Each is what it is alone; bias and slopes are its own."""
     ends_q, ends_k = ([0, *itertools.accumulate(column)] for column in zip(*lengths, strict=True))
     batch, longest = len(lengths), [max(column) for column in zip(*lengths, strict=True)]
@@ -324,7 +320,7 @@ def test_packed_sequences(
             assert distance_of(one[part], other[0]) < 8 * bound
 
 
-def test_rows_of_no_sequence_are_zeros_and_wrong_lengths_stay_inside() -> None:
+def test_rows_of_no_sequence_are_zeros_and_wrong_lengths_stay_inside():
     q = torch.ones(10, 1, 8, requires_grad=True)
 
     def call(ends: list[int], longest: int) -> tuple[Tensor, Tensor]:
@@ -354,7 +350,7 @@ def test_rows_of_no_sequence_are_zeros_and_wrong_lengths_stay_inside() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nan_stays_with_its_row(dtype: torch.dtype) -> None:
+def test_nan_stays_with_its_row(dtype):
     q, k, v = draw((1, 70, 1, 16), (1, 70, 1, 16), (1, 70, 1, 16), dtype=dtype)
     q[0, 5, 0, 3] = torch.nan
     for isa in at_each_isa("cpu"):
@@ -365,7 +361,7 @@ def test_nan_stays_with_its_row(dtype: torch.dtype) -> None:
         assert lse.isnan().nonzero().tolist() == [[0, 0, 5]]
 
 
-def test_large_scores() -> None:
+def test_large_scores():
     """Powers that overflow but for the maximum that is taken off first."""
     q, k, v = draw((1, 70, 1, 16), (1, 130, 1, 16), (1, 130, 1, 16))
     for isa in at_each_isa("cpu"):
@@ -375,7 +371,7 @@ def test_large_scores() -> None:
         assert distance_of(out, exact(q.double() * 300, k.double() * 30, v.double())[0]) < 1e-4
 
 
-def test_more_keys_than_a_window_shows() -> None:
+def test_more_keys_than_a_window_shows():
     """200,000 keys of which a query sees 65."""
     q, k, v = draw((1, 3, 2, 8), (1, 200_000, 1, 8), (1, 200_000, 1, 8))
     found = errors(q, k, v, window=(64, 0))

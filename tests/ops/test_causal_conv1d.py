@@ -76,7 +76,7 @@ class TestContract(Contract):
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
 @pytest.mark.parametrize("shape", [(1, 3, 1), (2, 5, 3), (2, 16, 128), (3, 7, 300)])
 @pytest.mark.parametrize("silu", [False, True])
-def test_torchs_convolution(shape: tuple[int, ...], width: int, layout: str, silu: bool) -> None:
+def test_torchs_convolution(shape, width, layout, silu):
     make = torch.Generator().manual_seed(0)
     batch, channels, _ = shape
     x = torch.randn(shape, generator=make)
@@ -109,7 +109,7 @@ def test_torchs_convolution(shape: tuple[int, ...], width: int, layout: str, sil
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [3, 4, 6])
-def test_steps_one_by_one_are_the_whole(size: int, dtype: torch.dtype) -> None:
+def test_steps_one_by_one_are_the_whole(size, dtype):
     make = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, 9, generator=make).to(dtype)
     weight, bias = torch.randn(5, 4, generator=make), torch.randn(5, generator=make)
@@ -124,7 +124,7 @@ def test_steps_one_by_one_are_the_whole(size: int, dtype: torch.dtype) -> None:
     assert torch.equal(state, x[:, :, -size:])
 
 
-def test_wrong_states() -> None:
+def test_wrong_states():
     x, weight = torch.zeros(2, 3, 1), torch.zeros(3, 4)
     with pytest.raises(ValueError, match=r"conv_state must hold at least 3 steps, got shape"):
         flexops.causal_conv1d_update(x, torch.zeros(2, 3, 2), weight)

@@ -50,7 +50,7 @@ def one_by_one(
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_grouped_linear(dtype: torch.dtype, transposed: bool) -> None:
+def test_grouped_linear(dtype, transposed):
     offsets = ends((3, 0, 4, 1))
     x = torch.randn(10, 6, dtype=dtype, requires_grad=True)
     weight = torch.randn(4, *((6, 5) if transposed else (5, 6)), dtype=dtype)
@@ -68,7 +68,7 @@ def test_grouped_linear(dtype: torch.dtype, transposed: bool) -> None:
     assert not got[1][1].any()
 
 
-def test_gradients() -> None:
+def test_gradients():
     x, choices, weights, gate_up, down = (
         one.double() if one.is_floating_point() else one for one in block(4, 2, 4)
     )
@@ -100,7 +100,7 @@ def test_gradients() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-def test_gated_experts(activation: Any, dtype: torch.dtype) -> None:
+def test_gated_experts(activation, dtype):
     args = block(dtype=dtype)
     act = {
         "silu": torch.nn.functional.silu,
@@ -113,7 +113,7 @@ def test_gated_experts(activation: Any, dtype: torch.dtype) -> None:
     assert torch.allclose(actual.double(), expected, limit, limit)
 
 
-def test_order_is_stable() -> None:
+def test_order_is_stable():
     choices = torch.tensor([[2, 0], [0, 2], [1, 3], [2, 0]], dtype=torch.int32)
     order, inverse, offsets = moe.expert_order(choices, 3)
     assert order.flatten().tolist() == [1, 2, 7, 4, 0, 3, 6, 5]
@@ -122,7 +122,7 @@ def test_order_is_stable() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast(dtype: torch.dtype) -> None:
+def test_autocast(dtype):
     """Of tokens that another product has converted before, too."""
     x, choices, weights, gate_up, down = block()
     x = x.to(dtype)
@@ -135,7 +135,7 @@ def test_autocast(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("offsets", [[3, 2, 8, 9], [-1, 2, 8, 9], [3, 4, 8, 12]])
-def test_offsets_that_do_not_match(offsets: list[int]) -> None:
+def test_offsets_that_do_not_match(offsets):
     with pytest.raises(ValueError, match="offsets must ascend from 0 or more to 11"):
         flexops.grouped_linear(
             torch.randn(11, 6), torch.randn(4, 5, 6), torch.tensor(offsets, dtype=torch.int32)
@@ -143,14 +143,14 @@ def test_offsets_that_do_not_match(offsets: list[int]) -> None:
 
 
 @pytest.mark.parametrize("choice", [-1, 6, 2**40])
-def test_choices_that_do_not_exist(choice: int) -> None:
+def test_choices_that_do_not_exist(choice):
     x, choices, weights, gate_up, down = block()
     choices[3, 1] = choice
     with pytest.raises(ValueError, match=f"0 to 4, or 5 for one that is left out, got {choice}"):
         flexops.gated_experts(x, choices, weights, gate_up, down)
 
 
-def test_errors_name_the_argument() -> None:
+def test_errors_name_the_argument():
     x, choices, weights, gate_up, down = block()
     offsets = ends((3, 1, 0, 2, 5))
     cases: list[tuple[type[Exception], str, Any]] = [
@@ -183,7 +183,7 @@ def test_errors_name_the_argument() -> None:
             call()
 
 
-def test_nothing_to_do() -> None:
+def test_nothing_to_do():
     x, choices, weights, gate_up, down = block()
     out = flexops.gated_experts(x[:0], choices[:0], weights[:0], gate_up, down)
     assert out.shape == (0, 16)

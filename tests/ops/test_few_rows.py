@@ -36,7 +36,7 @@ def inputs(make: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 class TestFewRowsLinear(Contract):
-    def test_autocast(self, case: Case, device: str) -> None:
+    def test_autocast(self, case, device):
         """There are no products of float32."""
         args = case.inputs(Make(torch.float32, device), case.shapes[0])
         with torch.autocast(device, torch.bfloat16), pytest.raises(TypeError, match="x must be"):
@@ -78,7 +78,7 @@ class TestFewRowsLinear(Contract):
     ],
     ids=str,
 )
-def test_errors_name_the_argument(changes: dict[str, Any], message: str) -> None:
+def test_errors_name_the_argument(changes, message):
     given: dict[str, Any] = {"x": torch.zeros(2, 8), "weights": [torch.zeros(4, 8)]} | changes
     given = {
         name: [one.bfloat16() for one in x] if isinstance(x, list) else x
@@ -90,7 +90,7 @@ def test_errors_name_the_argument(changes: dict[str, Any], message: str) -> None
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_weights_of_4_bits(activation: str | None) -> None:
+def test_weights_of_4_bits(activation):
     """The operator's reference is the linear layers, one after another."""
     widths = (32, 16, 21) if activation is None else (32, 32)
     weights = [flexops.quantize_int4(torch.randn(n, 128)) for n in widths]
@@ -112,7 +112,7 @@ def test_weights_of_4_bits(activation: str | None) -> None:
     torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
 
 
-def test_weights_of_4_bits_that_do_not_fit_each_other() -> None:
+def test_weights_of_4_bits_that_do_not_fit_each_other():
     x = torch.zeros(2, 128).bfloat16()
     one, other = (flexops.quantize_int4(torch.randn(32, 128).half(), size) for size in (64, 32))
     part = flexops.quantize_int4(torch.randn(20, 128).half())
@@ -133,7 +133,7 @@ def test_weights_of_4_bits_that_do_not_fit_each_other() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 3, 9])
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_many_columns(rows: int, activation: str | None) -> None:
+def test_many_columns(rows, activation):
     """Of several weights, whose last blocks are not whole."""
     widths = (9003, 5000, 24) if activation is None else (9003, 9003)
     x, norm = (torch.randn(n, device="cuda").bfloat16() for n in ((rows, 264), (264,)))

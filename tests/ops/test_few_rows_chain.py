@@ -41,7 +41,7 @@ def layer(rows: int = 2, symmetric: bool = False) -> list[Phase]:
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_each_product_reads_what_the_ones_before_it_wrote(symmetric: bool) -> None:
+def test_each_product_reads_what_the_ones_before_it_wrote(symmetric):
     phases = layer(symmetric=symmetric)
     few_rows_chain_(phases, workspace(), eps=1e-5, offset=1.0)
     found = [phase.out.clone() for phase in phases]
@@ -99,19 +99,19 @@ def given(**changes: Any) -> list[Any]:
     ],
     ids=lambda one: "" if isinstance(one, str) else next(iter(one)),
 )
-def test_errors_name_what_does_not_fit(changes: dict[str, Any], message: str) -> None:
+def test_errors_name_what_does_not_fit(changes, message):
     torch.ops.flexops.few_rows_chain_(*given())
     with pytest.raises(ValueError, match=message):
         torch.ops.flexops.few_rows_chain_(*given(**changes))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
-def test_weights_are_codes_of_4_bits(dtype: torch.dtype) -> None:
+def test_weights_are_codes_of_4_bits(dtype):
     with pytest.raises(TypeError, match=r"chain_: weights\[0\] must be uint8, got"):
         torch.ops.flexops.few_rows_chain_(*given(weights=[torch.zeros(6, 1, 512, dtype=dtype)] * 3))
 
 
-def test_what_the_kernel_computes() -> None:
+def test_what_the_kernel_computes():
     weight = int4(16, 64)
     assert few_rows_chain.fits(half(2, 64), [weight])
     assert not few_rows_chain.fits(half(3, 64), [weight])

@@ -136,14 +136,14 @@ def compare_with_reference(seed: int, device: str = "cpu") -> None:
 
 @pytest.mark.parametrize("block", range(4))
 @pytest.mark.usefixtures("native")
-def test_native_gives_the_references_bits(block: int) -> None:
+def test_native_gives_the_references_bits(block):
     for seed in range(block * 60, block * 60 + 60):
         compare_with_reference(seed)
 
 
 @pytest.mark.parametrize("code", [E4M3, E5M2])
 @pytest.mark.usefixtures("native")
-def test_codes_are_torchs(code: torch.dtype) -> None:
+def test_codes_are_torchs(code):
     """Every float16 number, which holds all codes and the points halfway between them, as torch
     rounds it; beyond the range, the largest."""
     x = torch.arange(65536).to(torch.int32).to(torch.int16).view(torch.float16)
@@ -155,7 +155,7 @@ def test_codes_are_torchs(code: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("native")
-def test_many_elements_on_all_threads() -> None:
+def test_many_elements_on_all_threads():
     x = torch.randn(300, 4096, generator=torch.Generator().manual_seed(5)).bfloat16()
     for segment in (-1, 0, 128):
         values, scales = quantize(x, E4M3, segment)
@@ -211,7 +211,7 @@ ABSOLUTE = {E4M3: 2.0**-10, E5M2: 2.0**-17, torch.int8: 0.5}
 @pytest.mark.parametrize(("code", "scaling"), SCALINGS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("either")
-def test_the_error_is_half_a_step(code: torch.dtype, scaling: str, dtype: torch.dtype) -> None:
+def test_the_error_is_half_a_step(code, scaling, dtype):
     x = (torch.randn(13, 3, 200, generator=torch.Generator().manual_seed(1)) * 5).to(dtype)
     values, scales, y = roundtrip(x, code, scaling)
     assert values.dtype == code
@@ -230,7 +230,7 @@ def test_the_error_is_half_a_step(code: torch.dtype, scaling: str, dtype: torch.
 
 
 @pytest.mark.usefixtures("either")
-def test_scales_are_what_products_are_multiplied_by() -> None:
+def test_scales_are_what_products_are_multiplied_by():
     x = torch.randn(6, 64, generator=torch.Generator().manual_seed(2))
     values, scales = flexops.quantize_fp8(x)
     assert torch.equal(scales, x.abs().amax(1, keepdim=True) / 448)
@@ -246,7 +246,7 @@ def test_scales_are_what_products_are_multiplied_by() -> None:
 
 
 @pytest.mark.usefixtures("either")
-def test_halves_round_to_even() -> None:
+def test_halves_round_to_even():
     # codes near 16 are 2 apart, the smallest ones 2**-9
     x = torch.tensor([448.0, 17.0, 19.0, 21.0, -17.0, 2.0**-10, 3 * 2.0**-10])
     assert flexops.quantize_fp8(x)[0].float().tolist() == [448, 16, 20, 20, -16, 0, 2**-8]
@@ -255,7 +255,7 @@ def test_halves_round_to_even() -> None:
 
 
 @pytest.mark.usefixtures("either")
-def test_a_given_scale_saturates() -> None:
+def test_a_given_scale_saturates():
     x = torch.tensor([1.0, 1e6, -1e6, float("inf"), -float("inf"), float("nan"), 448.0, 460.0])
     scale = torch.tensor([2.0])
     values, same = flexops.quantize_fp8(x, scaling="tensor", scale=scale)
@@ -280,9 +280,7 @@ def test_a_given_scale_saturates() -> None:
 @pytest.mark.parametrize(("code", "scaling"), SCALINGS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.usefixtures("either")
-def test_what_is_not_finite_breaks_its_own_only(
-    code: torch.dtype, scaling: str, value: float
-) -> None:
+def test_what_is_not_finite_breaks_its_own_only(code, scaling, value):
     x = torch.randn(6, 96, generator=torch.Generator().manual_seed(0))
     _, _, clean = roundtrip(x, code, scaling)
     x[4, 40] = value
@@ -304,7 +302,7 @@ def test_what_is_not_finite_breaks_its_own_only(
 @pytest.mark.parametrize(("code", "scaling"), SCALINGS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.usefixtures("either")
-def test_zeros_and_constants(code: torch.dtype, scaling: str, dtype: torch.dtype) -> None:
+def test_zeros_and_constants(code, scaling, dtype):
     _, scales, y = roundtrip(torch.zeros(4, 64, dtype=dtype), code, scaling)
     assert (y == 0).all()
     assert (scales == 1).all()
@@ -316,7 +314,7 @@ def test_zeros_and_constants(code: torch.dtype, scaling: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.usefixtures("either")
-def test_tiny_numbers_do_not_overflow(code: torch.dtype) -> None:
+def test_tiny_numbers_do_not_overflow(code):
     x = torch.tensor([1e-44, -1e-40, 0.0, 3e-39])
     _, scales, y = roundtrip(x, code, "row")
     assert scales.item() == 2.0**-126
@@ -330,7 +328,7 @@ def test_tiny_numbers_do_not_overflow(code: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("code", "scaling"), SCALINGS)
 @pytest.mark.usefixtures("either")
-def test_empty_tensors(code: torch.dtype, scaling: str) -> None:
+def test_empty_tensors(code, scaling):
     for shape in ((0,), (0, 64), (3, 0), (2, 0, 5), (2, 5, 0)):
         values, scales, y = roundtrip(torch.empty(shape), code, scaling)
         assert values.shape == y.shape == shape
@@ -344,7 +342,7 @@ def test_empty_tensors(code: torch.dtype, scaling: str) -> None:
             )
 
 
-def test_dequantize_takes_any_strides() -> None:
+def test_dequantize_takes_any_strides():
     values, scales = flexops.quantize_fp8(torch.randn(64, 128), scaling="group", group_size=32)
     y = flexops.dequantize_fp8(values, scales, group_size=32)
     assert_same(
@@ -358,7 +356,7 @@ def test_dequantize_takes_any_strides() -> None:
     )
 
 
-def test_results_do_not_require_gradients() -> None:
+def test_results_do_not_require_gradients():
     x = torch.randn(4, 64, requires_grad=True)
     for result in (
         *flexops.quantize_fp8(x),
@@ -395,9 +393,7 @@ QUANTIZE_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("change", "error", "message"), QUANTIZE_ERRORS)
-def test_quantize_names_the_wrong_argument(
-    change: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_quantize_names_the_wrong_argument(change, error, message):
     with pytest.raises(error, match=f"flexops.quantize_fp8: {message}"):
         flexops.quantize_fp8(**({"x": torch.zeros(4, 64)} | change))
 
@@ -418,9 +414,7 @@ DEQUANTIZE_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize("code", [E4M3, torch.int8])
 @pytest.mark.parametrize(("change", "error", "message"), DEQUANTIZE_ERRORS)
-def test_dequantize_names_the_wrong_argument(
-    code: torch.dtype, change: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_dequantize_names_the_wrong_argument(code, change, error, message):
     function: Callable[..., Tensor] = (
         flexops.dequantize_int8 if code == torch.int8 else flexops.dequantize_fp8
     )
@@ -430,12 +424,12 @@ def test_dequantize_names_the_wrong_argument(
 
 
 @pytest.mark.usefixtures("native")
-def test_scales_of_another_shape_are_told_the_shapes_that_fit() -> None:
+def test_scales_of_another_shape_are_told_the_shapes_that_fit():
     with pytest.raises(ValueError, match=r"shape \[4, 1\] \(rows\), \[4, 2\] \(groups\) or \[\]"):
         flexops.dequantize_fp8(torch.zeros(4, 130).to(E4M3), torch.zeros(3))
 
 
-def test_the_ops_themselves_check_too() -> None:
+def test_the_ops_themselves_check_too():
     """For those who call torch.ops directly: a wrong argument is an error, never a wrong
     address."""
     x = torch.zeros(4, 64)
@@ -465,7 +459,7 @@ def test_the_ops_themselves_check_too() -> None:
         torch.ops.flexops.quantize_int8(x.int())
 
 
-def test_opcheck() -> None:
+def test_opcheck():
     ops = torch.ops.flexops
     for x in (torch.randn(5, 70), torch.randn(6, 40).t().bfloat16(), torch.empty(0, 3)):
         for segment in (-1, 0, 32):

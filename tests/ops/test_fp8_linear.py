@@ -34,7 +34,7 @@ def expected_scale(largest: float) -> float:
     return max(2.0**-126, scale if largest <= 448 * scale else 2 * scale)
 
 
-def test_scales_are_the_least_powers_of_two() -> None:
+def test_scales_are_the_least_powers_of_two():
     edges = [448.0, math.nextafter(448.0, 1e3) + 1e-4, 447.9, 1.75, 1.7500001, 3.5e-38, 0.0, 1e-40]
     x = torch.zeros(16, 16)
     x[: len(edges), 3] = torch.tensor(edges)
@@ -48,7 +48,7 @@ def test_scales_are_the_least_powers_of_two() -> None:
     assert torch.equal(codes.view(torch.uint8), exact.view(torch.uint8))
 
 
-def test_columns_of_codes_lose_nothing_but_what_is_subnormal_there() -> None:
+def test_columns_of_codes_lose_nothing_but_what_is_subnormal_there():
     x = draw(40, 48) * torch.logspace(-2, 2, 40)[:, None]
     codes, scales, largest = module._rows((x,))
     turned, column_scales = module._columns((codes,), largest, scales)
@@ -61,7 +61,7 @@ def test_columns_of_codes_lose_nothing_but_what_is_subnormal_there() -> None:
     assert ((before - after).abs() <= column_scales.double() * 2.0**-10).all()
 
 
-def test_several_matrices_are_one() -> None:
+def test_several_matrices_are_one():
     parts = [draw(rows, 32, seed=rows) for rows in (48, 16, 20)]
     largest = torch.cat(parts).abs().amax(0)
     for make in (module._rows, lambda matrices: module._columns(matrices, largest)):
@@ -70,7 +70,7 @@ def test_several_matrices_are_one() -> None:
 
 
 @pytest.mark.parametrize("recipe", module.RECIPES)
-def test_products_and_gradients_are_the_formulas(recipe: str) -> None:
+def test_products_and_gradients_are_the_formulas(recipe):
     x, weight, bias = draw(3, 11, 64), draw(48, 64), draw(48)
     args = [one.requires_grad_() for one in (x, weight, bias)]
     y = flexops.fp8_linear(*args, recipe)
@@ -100,7 +100,7 @@ def test_products_and_gradients_are_the_formulas(recipe: str) -> None:
     "activation", ["silu", pytest.param("none", marks=pytest.mark.extra), "tanh"]
 )
 @pytest.mark.parametrize("recipe", module.RECIPES)
-def test_a_gated_block_is_its_parts(activation: str, recipe: str) -> None:
+def test_a_gated_block_is_its_parts(activation, recipe):
     x, gate, up, down = (
         one.requires_grad_() for one in (draw(2, 9, 32), draw(48, 32), draw(48, 32), draw(32, 48))
     )
@@ -120,7 +120,7 @@ def test_a_gated_block_is_its_parts(activation: str, recipe: str) -> None:
 
 
 @pytest.mark.parametrize("activation", module.ACTIVATIONS)
-def test_a_gates_gradient_is_its_activations(activation: str) -> None:
+def test_a_gates_gradient_is_its_activations(activation):
     """Its own test: the difference between the two GELUs is less than the error of a code."""
     packed, grad = draw(9, 96).requires_grad_(), draw(9, 48, seed=1)
     gate, up = packed.chunk(2, -1)
@@ -131,7 +131,7 @@ def test_a_gates_gradient_is_its_activations(activation: str) -> None:
     torch.testing.assert_close(found, wanted)
 
 
-def test_a_norm_gives_codes_of_its_result() -> None:
+def test_a_norm_gives_codes_of_its_result():
     tensors = [draw(2, 9, 32), draw(2, 9, 32, seed=1), draw(32)]
     args = [one.requires_grad_() for one in tensors]
     y, total, codes = module.fp8_add_rms_norm(*args, 1e-6)  # type: ignore[misc]
@@ -148,7 +148,7 @@ def test_a_norm_gives_codes_of_its_result() -> None:
     assert module.fp8_add_rms_norm(draw(2, 9), draw(2, 9), draw(9), 1e-6) is None
 
 
-def test_what_is_not_finite_stays_so_and_zeros_stay_zeros() -> None:
+def test_what_is_not_finite_stays_so_and_zeros_stay_zeros():
     x, weight = draw(5, 32), draw(16, 32).requires_grad_()
     x[1, 3], x[2, 4], x[3] = math.nan, math.inf, 0.0
     x.requires_grad_()
@@ -167,7 +167,7 @@ def test_what_is_not_finite_stays_so_and_zeros_stay_zeros() -> None:
 
 
 @pytest.mark.parametrize("factor", [2.0**80, 2.0**-60])
-def test_gradients_of_any_magnitude_keep_their_bits(factor: float) -> None:
+def test_gradients_of_any_magnitude_keep_their_bits(factor):
     weight, given = draw(16, 32).requires_grad_(), draw(4, 16)
     x = draw(4, 32).requires_grad_()
     expected = torch.autograd.grad(flexops.fp8_linear(x, weight), (x, weight), given)
@@ -176,7 +176,7 @@ def test_gradients_of_any_magnitude_keep_their_bits(factor: float) -> None:
         assert torch.equal(one, other * factor)
 
 
-def test_a_frozen_weight_keeps_no_input() -> None:
+def test_a_frozen_weight_keeps_no_input():
     kept: list[Tensor] = []
     x, weight = draw(6, 32).requires_grad_(), draw(16, 32)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -186,7 +186,7 @@ def test_a_frozen_weight_keeps_no_input() -> None:
     assert x.grad is not None
 
 
-def test_no_rows_and_no_outputs() -> None:
+def test_no_rows_and_no_outputs():
     weight = draw(16, 32).requires_grad_()
     y = flexops.fp8_linear(torch.empty(2, 0, 32, requires_grad=True), weight)
     assert y.shape == (2, 0, 16)
@@ -195,7 +195,7 @@ def test_no_rows_and_no_outputs() -> None:
     assert not weight.grad.any()
 
 
-def test_autocast_decides_the_results_dtype() -> None:
+def test_autocast_decides_the_results_dtype():
     x, weight = draw(6, 32).requires_grad_(), draw(16, 32).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         y = flexops.fp8_linear(x, weight)
@@ -206,7 +206,7 @@ def test_autocast_decides_the_results_dtype() -> None:
 
 
 @pytest.mark.parametrize("how", ["checkpoint", pytest.param("compile", marks=pytest.mark.extra)])
-def test_it_checkpoints_and_compiles_without_a_break(how: str) -> None:
+def test_it_checkpoints_and_compiles_without_a_break(how):
     x, weight = draw(20, 32).requires_grad_(), draw(16, 32).requires_grad_()
 
     def call(x: Tensor) -> Tensor:
@@ -228,7 +228,7 @@ def test_it_checkpoints_and_compiles_without_a_break(how: str) -> None:
     assert all(map(torch.equal, *results))
 
 
-def test_errors_name_the_argument() -> None:
+def test_errors_name_the_argument():
     x, weight = draw(4, 32), draw(16, 32)
     for error, text, args in (
         (TypeError, "x must be a float32", (x.double(), weight)),
@@ -258,7 +258,7 @@ def test_errors_name_the_argument() -> None:
         flexops.nn.Fp8Linear(32, 16, recipe="fast")
 
 
-def test_a_gradient_penalty_is_rejected() -> None:
+def test_a_gradient_penalty_is_rejected():
     """torch's decorator would leave it out of a sum of losses."""
     x, weight = draw(4, 32).requires_grad_(), draw(16, 32).requires_grad_()
     loss = flexops.fp8_linear(x, weight).sum()
@@ -267,7 +267,7 @@ def test_a_gradient_penalty_is_rejected() -> None:
         (loss + of_x.square().sum()).backward()
 
 
-def test_the_module_has_torchs_state() -> None:
+def test_the_module_has_torchs_state():
     plain = torch.nn.Linear(32, 16)
     ours = flexops.nn.Fp8Linear(32, 16, recipe="rowwise_with_gw_hp")
     ours.load_state_dict(plain.state_dict())
@@ -276,5 +276,5 @@ def test_the_module_has_torchs_state() -> None:
     assert "rowwise_with_gw_hp" in repr(ours)
 
 
-def test_self_check() -> None:
+def test_self_check():
     assert module.self_check("cpu") == 0

@@ -68,7 +68,7 @@ class TestContract(Contract):
     ],
     ids=["qwen3_next", "kimi_linear", "bamba", "falcon_h1", "falcon_h1, gate first"],
 )
-def test_transformers_classes(make: Any, options: dict[str, Any], dtype: torch.dtype) -> None:
+def test_transformers_classes(make, options, dtype):
     torch.manual_seed(0)
     layer = make().to(dtype)
     with torch.no_grad():
@@ -87,7 +87,7 @@ def test_transformers_classes(make: Any, options: dict[str, Any], dtype: torch.d
     )
 
 
-def test_wrong_calls() -> None:
+def test_wrong_calls():
     x = torch.zeros(2, 6)
     for options, message in (
         ({"gate": x[:1]}, r"gate must have x's shape \[2, 6\], got \[1, 6\]"),

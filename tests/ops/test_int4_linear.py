@@ -63,7 +63,7 @@ def random_x(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(shape[0])).to(dtype)
 
 
-def test_the_layout_is_as_documented() -> None:
+def test_the_layout_is_as_documented():
     codes, scales, zeros = parts_of(40, 192, 64, False)
     weight = flexops.pack_int4(codes, scales, zeros, group_size=64)
     assert weight.packed.shape == (3, 3, 512)
@@ -85,9 +85,7 @@ def test_the_layout_is_as_documented() -> None:
 @pytest.mark.parametrize("level", ISA_LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_unpacked_values_are_those_of_the_formula(
-    level: str, dtype: torch.dtype, symmetric: bool
-) -> None:
+def test_unpacked_values_are_those_of_the_formula(level, dtype, symmetric):
     for n, k, group_size in SHAPES:
         parts = parts_of(n, k, group_size, symmetric)
         weight = flexops.pack_int4(*parts, group_size=group_size)
@@ -101,9 +99,7 @@ def test_unpacked_values_are_those_of_the_formula(
 @pytest.mark.parametrize("level", ISA_LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_products_are_those_of_the_unpacked_weight(
-    level: str, dtype: torch.dtype, symmetric: bool
-) -> None:
+def test_products_are_those_of_the_unpacked_weight(level, dtype, symmetric):
     for n, k, group_size in SHAPES:
         parts = parts_of(n, k, group_size, symmetric)
         weight = flexops.pack_int4(*parts, group_size=group_size)
@@ -119,7 +115,7 @@ def test_products_are_those_of_the_unpacked_weight(
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [(3,), (2, 3), (0,), (1, 1, 1), (90,)], ids=str)
-def test_any_leading_shape_and_strides(dtype: torch.dtype, rows: tuple[int, ...]) -> None:
+def test_any_leading_shape_and_strides(dtype, rows):
     weight = flexops.pack_int4(*parts_of(33, 192, 64, False), group_size=64)
     wide = random_x(*rows, 400, dtype=dtype)
     dense = flexops.unpack_int4(weight, torch.float32)
@@ -138,7 +134,7 @@ def test_any_leading_shape_and_strides(dtype: torch.dtype, rows: tuple[int, ...]
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("rows", [3, 90])
-def test_gradients_are_those_of_the_dense_product(rows: int) -> None:
+def test_gradients_are_those_of_the_dense_product(rows):
     weight = flexops.quantize_int4(random_x(40, 128, dtype=torch.float32))
     dense = flexops.unpack_int4(weight)
     x = random_x(rows, 128, dtype=torch.float32).requires_grad_()
@@ -156,7 +152,7 @@ def test_gradients_are_those_of_the_dense_product(rows: int) -> None:
 
 
 @pytest.mark.usefixtures("native")
-def test_the_operators_pass_opcheck() -> None:
+def test_the_operators_pass_opcheck():
     weight = flexops.quantize_int4(random_x(20, 128, dtype=torch.float32))
     arguments = (None, *weight[3:])
     for rows in (2, 50):
@@ -165,7 +161,7 @@ def test_the_operators_pass_opcheck() -> None:
     torch.library.opcheck(torch.ops.flexops.int4_unpack.default, (*weight, torch.bfloat16))
 
 
-def test_a_compiled_call_is_one_graph() -> None:
+def test_a_compiled_call_is_one_graph():
     weight = flexops.quantize_int4(random_x(20, 128, dtype=torch.float32))
     call = torch.compile(
         lambda x: flexops.int4_linear(x, weight) * 2, backend="aot_eager", fullgraph=True
@@ -177,9 +173,7 @@ def test_a_compiled_call_is_one_graph() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("group_size", [32, 64, 128])
-def test_quantization_is_within_half_a_step(
-    dtype: torch.dtype, symmetric: bool, group_size: int
-) -> None:
+def test_quantization_is_within_half_a_step(dtype, symmetric, group_size):
     x = random_x(24, 256, dtype=dtype)
     x[3] += 2  # a row of one sign
     x[5] = 0
@@ -196,7 +190,7 @@ def test_quantization_is_within_half_a_step(
     assert weight.dtype == dtype
 
 
-def test_groups_that_are_not_finite_become_nan() -> None:
+def test_groups_that_are_not_finite_become_nan():
     x = torch.randn(4, 128)
     x[1, 3], x[2, 100] = torch.nan, torch.inf
     for symmetric in (False, True):
@@ -207,7 +201,7 @@ def test_groups_that_are_not_finite_become_nan() -> None:
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_flexgens_format_converts_with_the_same_codes(symmetric: bool) -> None:
+def test_flexgens_format_converts_with_the_same_codes(symmetric):
     x = torch.randn(20, 128)
     quantized = flexops.quantize(x, 4, 32, symmetric=symmetric)
     weight = module.from_quantized(quantized)
@@ -216,7 +210,7 @@ def test_flexgens_format_converts_with_the_same_codes(symmetric: bool) -> None:
         module.from_quantized(flexops.quantize(x, 4, 32, dim=0))
 
 
-def test_the_module_loads_what_it_saved() -> None:
+def test_the_module_loads_what_it_saved():
     linear = torch.nn.Linear(128, 40, dtype=torch.bfloat16)
     for symmetric in (False, True):
         packed = flexops.nn.Int4Linear.from_linear(linear, 32, symmetric)
@@ -230,7 +224,7 @@ def test_the_module_loads_what_it_saved() -> None:
         torch.testing.assert_close(other(x), wanted, rtol=0.02, atol=0.02)
 
 
-def test_the_modules_dtype_is_the_biass() -> None:
+def test_the_modules_dtype_is_the_biass():
     packed = flexops.nn.Int4Linear.from_linear(torch.nn.Linear(64, 16))
     scales = packed.scales.clone()
     packed.half()
@@ -242,7 +236,7 @@ def test_the_modules_dtype_is_the_biass() -> None:
     assert moved.packed.device.type == moved.scales.device.type == "meta"
 
 
-def test_a_state_dict_of_16_bits_is_rejected() -> None:
+def test_a_state_dict_of_16_bits_is_rejected():
     linear = torch.nn.Linear(64, 16)
     packed = flexops.nn.Int4Linear.from_linear(linear)
     with pytest.raises(RuntimeError, match=r"weight is not packed.*fix: .*from_linear"):
@@ -314,14 +308,14 @@ def _weight() -> Any:
         ),
     ],
 )
-def test_bad_input_is_named(call: Callable[[], object], error: type[Exception], text: str) -> None:
+def test_bad_input_is_named(call, error, text):
     with pytest.raises(error, match=text):
         call()
 
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_self_check(device: str) -> None:
+def test_self_check(device):
     assert module.self_check(device) < 1e-3
 
 

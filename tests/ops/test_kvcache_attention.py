@@ -200,11 +200,11 @@ def verify(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("config", configs(40, torch.float32, 0), ids=str)
-def test_the_parameter_space_of_flash_attn(config: Config) -> None:
+def test_the_parameter_space_of_flash_attn(config):
     verify(Problem(config))
 
 
-def test_lengths_that_are_no_tensor_are_named() -> None:
+def test_lengths_that_are_no_tensor_are_named():
     q, cache, new = torch.randn(2, 1, 4, 64), torch.randn(2, 16, 2, 64), torch.randn(2, 1, 2, 64)
     with pytest.raises(ValueError, match=r"or int32 \[batch\], got \[3, 4\]"):
         flexops.attention_with_kvcache(q, cache, cache, new, new, cache_seqlens=[3, 4])

@@ -51,7 +51,7 @@ def step(
 
 
 @pytest.mark.parametrize(("bits", "group", "dim"), CASES)
-def test_values_come_back_within_half_a_step(bits: int, group: int, dim: int) -> None:
+def test_values_come_back_within_half_a_step(bits, group, dim):
     cache, k, v = grown(bits, group, dim)
     keys, values = codes.decompress(cache, 300)
     coded = cache.coded(300)
@@ -65,7 +65,7 @@ def test_values_come_back_within_half_a_step(bits: int, group: int, dim: int) ->
         assert (error <= spans / (2**bits - 1) * 0.51 + spans * 2**-10 + 0.01).all()
 
 
-def test_parts_give_the_cache_of_the_whole() -> None:
+def test_parts_give_the_cache_of_the_whole():
     whole, k, v = grown(4, 64, 64)
     cache = codes.make_compressed_cache(
         3, 640, 2, 64, bits=4, group_size=64, residual_length=64, dtype=torch.float32
@@ -82,7 +82,7 @@ def test_parts_give_the_cache_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize(("bits", "group", "dim"), CASES[:3])
-def test_a_step_attends_to_what_the_cache_holds(bits: int, group: int, dim: int) -> None:
+def test_a_step_attends_to_what_the_cache_holds(bits, group, dim):
     cache, *_ = grown(bits, group, dim)
     for n in range(300, 300 + group + 1):  # groups leave the ring
         if n not in (300, 300 + group):
@@ -98,7 +98,7 @@ def test_a_step_attends_to_what_the_cache_holds(bits: int, group: int, dim: int)
     assert torch.equal(codes.decompress(cache, 301 + group)[0][:, -1:], k)
 
 
-def test_bad_numbers_are_errors() -> None:
+def test_bad_numbers_are_errors():
     for wrong, words in (
         ({"bits": 3}, "bits .* must be 8 or 4, got 3"),
         ({"group_size": 48}, "group_size .* got 48"),

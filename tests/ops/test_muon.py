@@ -41,12 +41,12 @@ def drawn(*shape: int, device: str, dtype: torch.dtype) -> Tensor:
 )
 @pytest.mark.parametrize("sizes", SIZES)
 def test_products(
-    sizes: tuple[int, int, int, int],
-    form: int,
-    symmetric: bool,
-    device: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    sizes,
+    form,
+    symmetric,
+    device,
+    monkeypatch,
+):
     monkeypatch.setattr(muon, "_LEAST", 1)
     count, m, n, k = sizes
     dtype = torch.float16 if device == "cuda" else torch.float32
@@ -79,9 +79,7 @@ def test_products(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", [40, pytest.param(520, marks=pytest.mark.extra)])
-def test_a_product_and_what_it_was_rounded_off(
-    size: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_product_and_what_it_was_rounded_off(size, device, monkeypatch):
     monkeypatch.setattr(muon, "_LEAST", 1)
     x = drawn(2, size, 96, device=device, dtype=torch.float16)
     high, low = muon.product(x, x, symmetric=True, alpha=4.0, low=True).chunk(2)
@@ -93,7 +91,7 @@ def test_a_product_and_what_it_was_rounded_off(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_averages_and_steps(dtype: torch.dtype, nesterov: bool, device: str) -> None:
+def test_averages_and_steps(dtype, nesterov, device):
     shape = (200, 77)
     grads = [scale * drawn(*shape, device=device, dtype=dtype) for scale in (1, 1e-6, 0)]
     buffers = [drawn(*shape, device=device, dtype=dtype) for _ in grads]

@@ -36,7 +36,7 @@ def run(scores: Tensor, device: str, **changes: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 128256), (3, 997), (5, 2048), (600, 8), (2, 1)], ids=str)
-def test_the_first_of_the_largest(shape: Any, dtype: torch.dtype, device: str) -> None:
+def test_the_first_of_the_largest(shape, dtype, device):
     scores = torch.randint(-50, 50, shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     made = run(scores, device)
     expected = [int((row == row.max()).nonzero()[0]) for row in scores]
@@ -47,7 +47,7 @@ def test_the_first_of_the_largest(shape: Any, dtype: torch.dtype, device: str) -
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_numbers_that_are_no_numbers(device: str) -> None:
+def test_numbers_that_are_no_numbers(device):
     inf, nan = float("inf"), float("nan")
     scores = torch.tensor(
         [[-inf, -inf, -inf], [1.0, nan, nan], [inf, -nan, inf], [-2.0, -0.0, 0.0], [-inf, -3, -4]]
@@ -56,21 +56,21 @@ def test_numbers_that_are_no_numbers(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_of_a_wider_tensor(device: str) -> None:
+def test_rows_of_a_wider_tensor(device):
     scores = torch.randn(3, 5, 4001, generator=torch.Generator().manual_seed(0))
     made = run(scores.to(device)[:, -1, 1:], device)
     assert torch.equal(made["last"][:, 0], scores[:, -1, 1:].argmax(-1))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_words_that_have_the_scores(device: str) -> None:
+def test_words_that_have_the_scores(device):
     words = torch.tensor([[5, 3, 9], [7, 8, 2]])
     made = run(torch.tensor([[0.0, 2.0, 1.0], [0.0, 0.0, 4.0]]), device, words=words)
     assert made["last"].flatten().tolist() == [3, 2]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_end_of_a_sequence(device: str) -> None:
+def test_the_end_of_a_sequence(device):
     """Finished rows get padding; a row that chooses an end is finished."""
     scores = torch.eye(4, 9) * 3
     finished = torch.tensor([False, True, False, True])
@@ -93,9 +93,7 @@ def test_the_end_of_a_sequence(device: str) -> None:
     ids=lambda one: "" if isinstance(one, str) else next(iter(one)),
 )
 @pytest.mark.parametrize("device", DEVICES)
-def test_errors_name_the_argument(
-    changes: dict[str, Any], message: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_name_the_argument(changes, message, device, monkeypatch):
     scores = changes.get("scores", torch.zeros(2, 5))
     rest = {name: x for name, x in changes.items() if name != "scores"}
     monkeypatch.setattr(next_token, "_reference", torch.ops.flexops.next_token_.default)

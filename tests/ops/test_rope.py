@@ -374,13 +374,11 @@ def compare_looked_up(query: Tensor, key: Tensor, rotary_dim: int, interleaved: 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.usefixtures("native")
-def test_native_gives_what_the_reference_gives(
-    dtype: torch.dtype, interleaved: bool, layout: Callable[..., Tensor]
-) -> None:
+def test_native_gives_what_the_reference_gives(dtype, interleaved, layout):
     compare(dtype, interleaved, layout)
 
 
-def test_the_layouts_are_each_others_permutation() -> None:
+def test_the_layouts_are_each_others_permutation():
     query, cos, sin = torch.randn(2, 3, 5, 16), torch.rand(5, 8), torch.rand(5, 8)
     alternating = torch.stack(query.chunk(2, -1), -1).flatten(-2)
     half = flexops.rotary_embedding(query, None, cos, sin)[0]
@@ -388,7 +386,7 @@ def test_the_layouts_are_each_others_permutation() -> None:
     assert torch.equal(torch.stack(half.chunk(2, -1), -1).flatten(-2), pairs)
 
 
-def test_results_lie_as_the_inputs_do() -> None:
+def test_results_lie_as_the_inputs_do():
     cos, sin = torch.rand(5, 8), torch.rand(5, 8)
     for layout, stride in (
         (head_first, (3 * 5 * 16, 5 * 16, 16, 1)),
@@ -399,7 +397,7 @@ def test_results_lie_as_the_inputs_do() -> None:
         assert query.stride() == key.stride() == stride
 
 
-def test_no_activation_is_kept_for_backward() -> None:
+def test_no_activation_is_kept_for_backward():
     query, cos, sin = (
         torch.randn(2, 3, 5, 16, requires_grad=True),
         torch.rand(5, 8),
@@ -415,7 +413,7 @@ def test_no_activation_is_kept_for_backward() -> None:
         }  # type: ignore[union-attr]
 
 
-def test_the_backward_pass_undoes_the_rotation() -> None:
+def test_the_backward_pass_undoes_the_rotation():
     query, angles = torch.randn(2, 3, 5, 16, requires_grad=True), torch.rand(5, 8) * 6.28
     result, _ = flexops.rotary_embedding(query, None, angles.cos(), angles.sin())
     (gradient,) = torch.autograd.grad(result, query, result.detach())
@@ -423,7 +421,7 @@ def test_the_backward_pass_undoes_the_rotation() -> None:
 
 
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
-def test_in_place_under_autograd(wanted: tuple[bool, bool]) -> None:
+def test_in_place_under_autograd(wanted):
     """Of views, as models have them, and in any combination."""
     cos, sin = torch.rand(5, 8), torch.rand(5, 8)
     leaves = [
@@ -446,7 +444,7 @@ def test_in_place_under_autograd(wanted: tuple[bool, bool]) -> None:
         assert flexops.rotary_embedding(frozen, None, cos, sin, inplace=True)[0] is frozen
 
 
-def test_in_place_under_the_compiler() -> None:
+def test_in_place_under_the_compiler():
     cos, sin, leaf = (
         torch.rand(5, 8),
         torch.rand(5, 8),
@@ -468,7 +466,7 @@ def test_in_place_under_the_compiler() -> None:
     torch.testing.assert_close(one, other)
 
 
-def test_only_what_is_rotated_is_written_in_place() -> None:
+def test_only_what_is_rotated_is_written_in_place():
     query = torch.full((1, 1, 3, 8), float("nan"))
     query[..., :4] = 1
     flexops.rotary_embedding(query, None, torch.ones(3, 2), torch.zeros(3, 2), inplace=True)
@@ -477,7 +475,7 @@ def test_only_what_is_rotated_is_written_in_place() -> None:
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_a_position_outside_the_tables_gives_nan(inplace: bool) -> None:
+def test_a_position_outside_the_tables_gives_nan(inplace):
     query, positions = torch.ones(1, 2, 4, 8), torch.tensor([0, -1, 4, 3])
     result, _ = flexops.rotary_embedding(
         query, None, torch.ones(4, 2), torch.zeros(4, 2), positions, inplace=inplace
@@ -489,7 +487,7 @@ def test_a_position_outside_the_tables_gives_nan(inplace: bool) -> None:
 
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.usefixtures("native", "transformers_models")
-def test_tables_as_transformers_hands_them_on(inplace: bool) -> None:
+def test_tables_as_transformers_hands_them_on(inplace):
     """With its own modules: the same rotation and gradients, positions of each sample, and nothing
     kept but its tables as they are."""
     from transformers.models.llama import LlamaConfig
@@ -528,7 +526,7 @@ def test_tables_as_transformers_hands_them_on(inplace: bool) -> None:
             torch.testing.assert_close(one, other)
 
 
-def test_tables_may_be_slices() -> None:
+def test_tables_may_be_slices():
     """As models hold them: each number twice."""
     query, angles = torch.randn(2, 3, 5, 16), torch.rand(9, 8)
     twice = torch.cat([angles, angles], -1)
@@ -544,7 +542,7 @@ def test_tables_may_be_slices() -> None:
 
 
 @pytest.mark.usefixtures("native")
-def test_the_ops_themselves_check_too() -> None:
+def test_the_ops_themselves_check_too():
     """For those who call torch.ops directly: a wrong argument is an error, never a wrong
     address."""
     good = {"query": Q, "key": Q, "cos": TABLE, "sin": TABLE, "positions": None}
@@ -581,5 +579,5 @@ def test_the_ops_themselves_check_too() -> None:
         )
 
 
-def test_doctors_check_agrees() -> None:
+def test_doctors_check_agrees():
     assert rope_module.self_check("cpu") < 1e-5

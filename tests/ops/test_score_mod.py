@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_that_flex_attention_takes(name: str) -> None:
+def test_functions_that_flex_attention_takes(name):
     score_mod, tensors = FUNCTIONS[name], inputs()
     doubled = [x.detach().double().requires_grad_() for x in tensors]
     expected = wide(*doubled, score_mod)
@@ -77,7 +77,7 @@ LEARNED: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
 
 @pytest.mark.parametrize("name", LEARNED)
 @pytest.mark.parametrize("only", [False, True], ids=["all", "the table alone"])
-def test_gradients_of_what_is_looked_up(name: str, only: bool) -> None:
+def test_gradients_of_what_is_looked_up(name, only):
     shape, function = LEARNED[name]
     tensors, table = inputs(), draw(*shape, seed=9).requires_grad_()
     if only:
@@ -98,7 +98,7 @@ def test_gradients_of_what_is_looked_up(name: str, only: bool) -> None:
     assert torch.autograd.grad(lse.sum(), table)[0].abs().sum() > 0
 
 
-def test_a_function_is_traced_again_where_what_it_finds_has_changed() -> None:
+def test_a_function_is_traced_again_where_what_it_finds_has_changed():
     q, k, v = (x.detach() for x in inputs())
     added, table, module = True, torch.ones(HEADS), Module()
 
@@ -125,7 +125,7 @@ def test_a_function_is_traced_again_where_what_it_finds_has_changed() -> None:
     assert _score_mod.made(switched) is number, "nothing has changed: it is not called again"
 
 
-def test_what_a_modifier_made_once_looks_up_is_of_today() -> None:
+def test_what_a_modifier_made_once_looks_up_is_of_today():
     q, k, v = (x.detach() for x in inputs())
     table = draw(3, HEADS)
     made = flexops.ScoreMod(lambda s, b, h, q, k: s + table[-1][h] + (2 * table)[0, h])
@@ -136,7 +136,7 @@ def test_what_a_modifier_made_once_looks_up_is_of_today() -> None:
         table.mul_(-3)
 
 
-def test_errors_name_what_a_modifier_may_not_do() -> None:
+def test_errors_name_what_a_modifier_may_not_do():
     q, k, v = inputs()
     wide_rows, double = draw(LENGTH, 256), torch.zeros(LENGTH, dtype=torch.complex64)
     wrong: dict[str, Callable[..., Any]] = {
@@ -160,7 +160,7 @@ def test_errors_name_what_a_modifier_may_not_do() -> None:
             flexops.attention(q, k, v, score_mod=function)
 
 
-def test_equal_functions_are_one_kernel() -> None:
+def test_equal_functions_are_one_kernel():
     made = [flexops.ScoreMod(lambda s, b, h, q, k: s + MANY[0][b, h][q]) for _ in range(2)]
     assert made[0].number == made[1].number
     assert "score::at(words, 0, b, h, q)" in provider_texts.of(made[0].number)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -49,7 +48,7 @@ def changes(before: list[Tensor], after: list[torch.nn.Parameter]) -> list[Tenso
         {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 8},
     ],
 )
-def test_steps_are_torchs(device: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+def test_steps_are_torchs(device, dtype, options):
     # torch normalizes the buffer itself if it is already bfloat16, so its next average is wrong
     options = {**options, "nesterov": options.get("nesterov", True) or dtype == torch.bfloat16}
     ours, theirs = parameters(SHAPES, device, dtype), parameters(SHAPES, device, dtype)
@@ -80,8 +79,8 @@ def test_steps_are_torchs(device: str, dtype: torch.dtype, options: dict[str, An
     ],
 )
 def test_the_update_is_as_near_to_the_exact_iteration_as_the_plain_one(
-    spectrum: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    spectrum, shape, monkeypatch
+):
     """The Gram form squares what small singular values have lost; that it is computed anew, from X
     or from the first one, must contain that."""
     monkeypatch.setattr(_orthogonal, "_TIED_FROM", 512)
@@ -118,7 +117,7 @@ def plain_iteration(x: Tensor, numbers: tuple[float, float, float]) -> Tensor:
     return x
 
 
-def test_a_batch_of_matrices_is_stepped_as_its_matrices() -> None:
+def test_a_batch_of_matrices_is_stepped_as_its_matrices():
     (batch,) = parameters([(3, 32, 48)])
     singles = [torch.nn.Parameter(one.detach().clone()) for one in batch]
     for single, grad in zip(singles, batch.grad, strict=True):
@@ -128,7 +127,7 @@ def test_a_batch_of_matrices_is_stepped_as_its_matrices() -> None:
     torch.testing.assert_close(batch.detach(), torch.stack([one.detach() for one in singles]))
 
 
-def test_what_is_no_matrix_is_stepped_by_adamw() -> None:
+def test_what_is_no_matrix_is_stepped_by_adamw():
     shapes = [(16, 32), (32,), (2, 2, 2, 2), ()]
     ours, theirs = parameters(shapes), parameters(shapes)
     embedding, other = parameters([(10, 8)]), parameters([(10, 8)])
@@ -146,7 +145,7 @@ def test_what_is_no_matrix_is_stepped_by_adamw() -> None:
 
 
 @needs_torch
-def test_state_dicts_load_both_ways() -> None:
+def test_state_dicts_load_both_ways():
     ours, theirs = parameters(SHAPES), parameters(SHAPES)
     mine, reference = optim.Muon(ours, lr=0.1), torch.optim.Muon(theirs, lr=0.1)
     mine.step()
@@ -165,7 +164,7 @@ def test_state_dicts_load_both_ways() -> None:
             )
 
 
-def test_a_mixed_state_dict_and_a_pickle_go_on_where_they_were() -> None:
+def test_a_mixed_state_dict_and_a_pickle_go_on_where_they_were():
     shapes = [(16, 32), (32,)]
     ours, copies = (
         parameters(shapes, dtype=torch.bfloat16),
@@ -189,7 +188,7 @@ def test_a_mixed_state_dict_and_a_pickle_go_on_where_they_were() -> None:
     assert first.state[ours[0]]["momentum_buffer"].dtype == torch.bfloat16
 
 
-def test_foreign_states_are_rejected() -> None:
+def test_foreign_states_are_rejected():
     (param,) = parameters([(8, 8)])
     adamw = optim.AdamW([param])
     adamw.step()
@@ -200,7 +199,7 @@ def test_foreign_states_are_rejected() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_scaler_is_undone_and_an_overflow_skipped(device: str) -> None:
+def test_a_scaler_is_undone_and_an_overflow_skipped(device):
     ours, theirs = parameters([(32, 16), (16,)], device), parameters([(32, 16), (16,)], device)
     mine, plain = optim.Muon(ours), optim.Muon(theirs)
     scaler = torch.amp.GradScaler(device, init_scale=1024.0)
@@ -217,14 +216,14 @@ def test_a_scaler_is_undone_and_an_overflow_skipped(device: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, ours, strict=True))
 
 
-def test_a_tensor_as_the_rate() -> None:
+def test_a_tensor_as_the_rate():
     ours, theirs = parameters(SHAPES), parameters(SHAPES)
     optim.Muon(ours, lr=torch.tensor(0.1)).step()
     optim.Muon(theirs, lr=0.1).step()
     torch.testing.assert_close(ours, theirs)
 
 
-def test_zeros_and_empty_matrices() -> None:
+def test_zeros_and_empty_matrices():
     zero, empty = torch.nn.Parameter(torch.ones(8, 4)), torch.nn.Parameter(torch.ones(0, 4))
     zero.grad, empty.grad = torch.zeros(8, 4), torch.zeros(0, 4)
     optim.Muon([zero, empty, torch.nn.Parameter(torch.ones(3, 3))], lr=0.5).step()
@@ -242,12 +241,12 @@ def test_zeros_and_empty_matrices() -> None:
         ({"lr": -1.0}, "Invalid learning rate"),
     ],
 )
-def test_wrong_options(options: dict[str, Any], words: str) -> None:
+def test_wrong_options(options, words):
     with pytest.raises(ValueError, match=words):
         optim.Muon(parameters([(4, 4)]), **options)
 
 
-def test_wrong_parameters() -> None:
+def test_wrong_parameters():
     with pytest.raises(ValueError, match=r"2 or 3 dimensions, got shape \(4,\).*muon=False"):
         optim.Muon([{"params": parameters([(4,)]), "muon": True}])
     param = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
@@ -260,7 +259,7 @@ def test_wrong_parameters() -> None:
         optim.Muon([sparse]).step()
 
 
-def test_a_model_learns() -> None:
+def test_a_model_learns():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
     x = torch.randn(256, 8)
@@ -276,6 +275,6 @@ def test_a_model_learns() -> None:
     assert losses[-1] < 0.3 * losses[0]
 
 
-def test_a_momentum_that_is_no_number_is_named() -> None:
+def test_a_momentum_that_is_no_number_is_named():
     with pytest.raises(TypeError, match="momentum must be a number, got 'a'"):
         optim.Muon([torch.nn.Parameter(torch.ones(2, 2))], momentum="a")  # type: ignore[arg-type]

@@ -84,7 +84,7 @@ def plain_adamw(
     )
 
 
-def test_the_environment_limits_the_instruction_set() -> None:
+def test_the_environment_limits_the_instruction_set():
     program = (
         "import ctypes, torch, flexops; flexops.swiglu(torch.ones(2)); library = next(one.path for"
         " one in flexops.status() if one.path)\n"
@@ -157,9 +157,7 @@ def hidden_by_its_kernel(x: Tensor) -> Tensor:
         (forgets_an_odd_column, "test_autocast"),
     ],
 )
-def test_what_is_wrong_on_purpose_is_found(
-    function: Callable[[Tensor], Tensor], test: str, native_kernels: Callable[[str, str], None]
-) -> None:
+def test_what_is_wrong_on_purpose_is_found(function, test, native_kernels):
     native_kernels("activation", "cpu")
 
     class Broken(Contract):
@@ -173,9 +171,7 @@ def test_what_is_wrong_on_purpose_is_found(
 @pytest.mark.parametrize(
     "kernel", [lambda x: (x * 2).nan_to_num(), lambda x: (x * 2).clamp(-3e4, 3e4)]
 )
-def test_a_kernel_that_hides_what_is_not_finite_is_found(
-    kernel: Callable[[Tensor], Tensor], native_kernels: Callable[[str, str], None]
-) -> None:
+def test_a_kernel_that_hides_what_is_not_finite_is_found(kernel, native_kernels):
     native_kernels("activation", "cpu")
     case = doubled_is(hidden_by_its_kernel)
     Contract().test_not_finite(case, device="cpu")
@@ -199,9 +195,7 @@ WRITTEN_IN: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("argument", WRITTEN_IN)
-def test_a_kernel_that_has_a_cases_numbers_written_into_it_is_found(
-    argument: str, native_kernels: Callable[[str, str], None]
-) -> None:
+def test_a_kernel_that_has_a_cases_numbers_written_into_it_is_found(argument, native_kernels):
     native_kernels("activation", "cpu")
     if not hasattr(torch.ops.contract_faults, "turned"):
         schema = "turned(Tensor x, float factor, int power, bool negate) -> Tensor"
@@ -231,7 +225,7 @@ def test_a_kernel_that_has_a_cases_numbers_written_into_it_is_found(
             Contract().test_other_numbers(case, device="cpu")
 
 
-def test_what_a_class_leaves_out_those_derived_from_it_have() -> None:
+def test_what_a_class_leaves_out_those_derived_from_it_have():
     class Helpers(Contract):
         pass
 

@@ -37,7 +37,7 @@ def sums(**options: object) -> flexops.Kernel:
 
 
 @pytest.mark.usefixtures("host_compiler")
-def test_results_and_what_a_kernel_does_wrong_with_the_line_of_the_source() -> None:
+def test_results_and_what_a_kernel_does_wrong_with_the_line_of_the_source():
     kernel, x = sums(), torch.randn(3, 100)
     torch.testing.assert_close(emulate(kernel, x), x.sum(1))
     torch.testing.assert_close(emulate(kernel, x, reverse=True), x.sum(1))
@@ -124,7 +124,7 @@ def test_what_the_emulator_notices():
             emulate(wrong, x, which)
 
 
-def test_what_cannot_be_emulated_is_named() -> None:
+def test_what_cannot_be_emulated_is_named():
     with pytest.raises(ValueError, match="tensors must be on the CPU, got one on meta"):
         emulate(sums(), torch.empty(3, 4, device="meta"))
     with pytest.raises(TypeError, match=r"must be what flexops.kernel returned, got function"):
@@ -140,7 +140,7 @@ def test_what_cannot_be_emulated_is_named() -> None:
 
 @pytest.mark.extra
 @pytest.mark.usefixtures("host_compiler")
-def test_a_cluster_is_rejected_and_a_written_tensor_is_written() -> None:
+def test_a_cluster_is_rejected_and_a_written_tensor_is_written():
     with pytest.raises(EmulationError, match="cannot be launched") as caught:
         emulate(sums(cluster=2), torch.randn(2, 4))
     assert "a launch with a cluster" in str(caught.value)

@@ -72,7 +72,7 @@ def right(x: Tensor, weight: Tensor, factor: float, **_: bool) -> Tensor:
     return product(x.double(), weight.double(), factor).to(x.dtype).contiguous()
 
 
-def test_a_right_kernel_passes(computed: Any) -> None:
+def test_a_right_kernel_passes(computed):
     computed(right)
     check_kernel(define(), CASES)
 
@@ -105,9 +105,7 @@ def test_a_right_kernel_passes(computed: Any) -> None:
     ],
     ids=["number", "result", "strides", "smaller", "race", "gradient"],
 )
-def test_each_mistake_is_found(
-    computed: Any, kernel: dict[str, Any], compute: Callable[..., Any], said: str
-) -> None:
+def test_each_mistake_is_found(computed, kernel, compute, said):
     computed(compute)
     with pytest.raises((AssertionError, RuntimeError)) as caught:
         check_kernel(define(**kernel), CASES, dtypes=(torch.float32,))
@@ -115,12 +113,12 @@ def test_each_mistake_is_found(
     assert re.search(said, text, re.DOTALL), text
 
 
-def test_without_a_backward_a_backward_pass_has_to_raise(computed: Any) -> None:
+def test_without_a_backward_a_backward_pass_has_to_raise(computed):
     computed(right)
     check_kernel(define(backward=None), CASES, dtypes=())
 
 
-def test_what_a_check_requires() -> None:
+def test_what_a_check_requires():
     with pytest.raises(FlexopsError, match="no reference"):
         check_kernel(define(reference=None), CASES)
     with pytest.raises(FlexopsError, match="no cases"):
@@ -148,7 +146,7 @@ def test_what_a_check_requires() -> None:
 
 @pytest.mark.extra
 @pytest.mark.usefixtures("host_compiler")
-def test_nan_in_the_first_case_is_no_fault_of_the_kernel(computed: Any) -> None:
+def test_nan_in_the_first_case_is_no_fault_of_the_kernel(computed):
     computed(right)
     x, weight, factor = CASES[0]
     undefined = x.clone()
@@ -162,7 +160,7 @@ def test_nan_in_the_first_case_is_no_fault_of_the_kernel(computed: Any) -> None:
         check_kernel(define(), CASES + cases)
 
 
-def test_kernels_that_the_emulator_runs() -> None:
+def test_kernels_that_the_emulator_runs():
     check_kernel(define(), [*CASES, (torch.randn(300), torch.randn(300), 0.5)])
     add = flexops.kernel(
         ADD,
