@@ -24,15 +24,19 @@ if TYPE_CHECKING:
     from ..build.describe.schema import Dimensions, Signature
 
 
-@functools.cache
 def declare_all() -> None:
     """Register what ``families.py`` declares with torch; ``import flexops`` does so, except in
-    commands, where the first module of operators does."""
+    commands, where the first module of operators declares them."""
+    _declare()
+    register_flops(lambda: import_module(f"{__package__}.attention").FLOPS)
+
+
+@functools.cache
+def _declare() -> None:
     for family, one in families.OPERATORS.values():
         _register.declare(
             one.schema, family=family, plain=one.plain, hidden=one.hidden, gradient=one.gradient
         )
-    register_flops(lambda: import_module(f"{__package__}.attention").FLOPS)
 
 
 def define(
@@ -58,7 +62,7 @@ def define(
         setup_context, backward, function: see ``_register.supply``; with ``saves``, the gradients
             that ``backward`` leaves off at the end are None.
     """
-    declare_all()
+    _declare()
     family, declared = families.OPERATORS[name]
     text = declared.schema
     if saves is not None and backward is not None:

@@ -348,7 +348,7 @@ print(counter.get_total_flops())
         str(2 * 2 * 2 * 4 * 4 * 8),
     ], done.stderr
     code = """
-import torch, flexops
+import torch.utils.flop_counter, flexops
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 with FakeTensorMode():
