@@ -20,13 +20,11 @@ def read(path: Path) -> Baseline:
     """The baseline in a file that ``write`` made. Raises ``FlexopsError`` if it is none."""
     found: Baseline = {}
     try:
-        document = _json.load(path)
-        for kernel, text in document["kernels"].items():
-            for place, cell in zip(document["places"], _cells(text), strict=True):
-                if cell != _ABSENT:
-                    values = [int(value) for value in cell.split("/")]
-                    padded = values + [0] * (len(NAMES) - len(values))
-                    found.setdefault(place, {})[kernel] = padded
+        for table in _json.load(path)["tables"]:
+            for name, rows in table["kernels"].items():
+                for arguments, text in rows.items():
+                    for place, values in zip(table["places"], _values(text), strict=True):
+                        found.setdefault(place, {})[name + arguments] = values
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise FlexopsError(
             "the baseline cannot be read",
@@ -40,9 +38,10 @@ def read(path: Path) -> Baseline:
 def write(path: Path, known: Baseline, measured: Sequence[Measured]) -> None:
     """Write the baseline, with what was measured in place of what it had.
 
-    One line per kernel, one cell per place: its numbers in the order of ``NAMES``, without zeros
-    at the end; ``-`` where it is not compiled; ``32*4`` for four equal cells. The compilers of one
-    architecture are neighbours, because their numbers are mostly the same.
+    A table for each set of places that kernels are compiled for; in it a row per kernel, under its
+    name by its template's arguments, with a cell per place: its numbers in the order of ``NAMES``,
+    without zeros at the end; ``32*4`` for four equal cells. The compilers of one architecture are
+    neighbours, because their numbers are mostly the same.
     """
     renewed = {place: dict(kernels) for place, kernels in known.items()}
     for change in compare(known, measured):
@@ -50,18 +49,19 @@ def write(path: Path, known: Baseline, measured: Sequence[Measured]) -> None:
             del renewed[change.where][change.kernel]
     for place, kernels in of(measured).items():
         renewed.setdefault(place, {}).update(kernels)
-    places = sorted(renewed, key=_by_architecture)
-    lines = []
+    order = sorted(renewed, key=_by_architecture)
+    tables: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
     for kernel in sorted({kernel for kernels in renewed.values() for kernel in kernels}):
-        cells = (_cell(renewed[place].get(kernel)) for place in places)
-        runs = ((cell, len(list(run))) for cell, run in groupby(cells))
-        text = " ".join(f"{cell}*{count}" if count > 1 else cell for cell, count in runs)
-        lines.append(f"  {json.dumps(kernel)}: {json.dumps(text)}")
-    head = f' "names": {json.dumps(NAMES)},\n "places": {json.dumps(places)},\n "kernels": {{\n'
-    path.write_text("{\n" + head + ",\n".join(lines) + "\n }\n}\n", encoding="utf-8")
-
-
-_ABSENT = "-"
+        places = tuple(place for place in order if kernel in renewed[place])
+        runs = groupby(_cell(renewed[place][kernel]) for place in places)
+        counts = ((cell, len(list(run))) for cell, run in runs)
+        name, bracket, arguments = kernel.partition("<")
+        tables.setdefault(places, {}).setdefault(name, {})[bracket + arguments] = " ".join(
+            f"{cell}*{count}" if count > 1 else cell for cell, count in counts
+        )
+    rows = [{"places": places, "kernels": kernels} for places, kernels in tables.items()]
+    text = json.dumps({"names": NAMES, "tables": rows}, indent=1)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def _by_architecture(place: str) -> tuple[int, str]:
@@ -70,14 +70,15 @@ def _by_architecture(place: str) -> tuple[int, str]:
     return int(number), f"{architecture} {compiler}"
 
 
-def _cell(values: Sequence[int] | None) -> str:
-    shown = list(values or ())
+def _cell(values: Sequence[int]) -> str:
+    shown = list(values)
     while len(shown) > 1 and not shown[-1]:
         shown.pop()
-    return "/".join(map(str, shown)) or _ABSENT
+    return "/".join(map(str, shown))
 
 
-def _cells(text: str) -> Iterator[str]:
+def _values(text: str) -> Iterator[list[int]]:
     for run in text.split(" "):
         cell, _, count = run.partition("*")
-        yield from repeat(cell, int(count or 1))
+        shown = [int(value) for value in cell.split("/")]
+        yield from repeat(shown + [0] * (len(NAMES) - len(shown)), int(count or 1))
