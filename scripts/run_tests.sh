@@ -79,11 +79,9 @@ main() {
   local options=(--tests --yes --toolkit index --prefix "$PREFIX")
   [[ -z ${FLEXOPS_TEST_TARGET:-} ]] || options+=(--target "$FLEXOPS_TEST_TARGET")
   [[ ${1:-} == --prepare ]] || options+=(--system-tools)
-  # hundreds of processes import torch and flexops; where PYTHONDONTWRITEBYTECODE is set, none
-  # keeps what it read
+  # hundreds of processes import torch, flexops and the tests; each would compile them again
+  unset PYTHONDONTWRITEBYTECODE
   (UV_COMPILE_BYTECODE=${UV_COMPILE_BYTECODE:-1} setup "${options[@]}")
-  [[ -z ${PYTHONDONTWRITEBYTECODE:-} ]] ||
-    "$PREFIX/bin/python" -m compileall -q flexops tools/flexops_tools tests/support || :
   [[ ${1:-} != --prepare ]] || return 0
   trap stop_engine EXIT
   trap 'exit 130' INT

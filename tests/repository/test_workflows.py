@@ -157,7 +157,9 @@ def test_the_images_jobs_are_the_matrix():
 
 
 def publish(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    settings = {"DRY_RUN": "1", "IMAGE": "ghcr.io/someone/flexops", **environment}
+    # by a Python without torch, as on the runners
+    path = f"{sys.base_prefix}/bin{os.pathsep}{os.environ['PATH']}"
+    settings = {"DRY_RUN": "1", "IMAGE": "ghcr.io/someone/flexops", "PATH": path, **environment}
     return run("bash", "scripts/ci/publish_image.sh", *arguments, **settings)
 
 
