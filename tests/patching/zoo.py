@@ -278,7 +278,8 @@ def tiny_config(cls: Any, name: str) -> Any:
     if kinds and "layer_types" not in default.attribute_map:
         given["layer_types"] = [kinds[0], kinds[-1]]
     if "qk_rope_head_dim" in own:
-        given = {key: one for key, one in given.items() if key not in ("head_dim", *_GROUPED)}
+        given |= dict.fromkeys(given.keys() & _GROUPED, given.get("num_attention_heads"))
+        given.pop("head_dim", None)
     if MROPE.match(name) and "rope_parameters" in own:
         few = [1, 1, 2] if "moe" in name else [2, 3, 3]
         given["rope_parameters"] = {**default.rope_parameters, "mrope_section": few}
