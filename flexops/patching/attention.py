@@ -370,8 +370,8 @@ def switch(module: nn.Module, reason: str) -> Row | None:
     attention of its own. ``reason`` keeps it from that."""
     model: Any = module
     part = _attention_of(model)
-    if part is None:
-        return None
+    if part is None or (model.config._attn_implementation == PACKED and not is_switched(model)):
+        return None  # or the model around it, which shares its config, has it
     cls = type(part)
     reason = reason or _refusal(model, part)
     if not reason:

@@ -134,12 +134,18 @@ def names(model, patch):
 
 
 def unpatched(model, patch):
-    before = trained(model)
+    configs = [one.config for one in model.modules() if hasattr(one, "config")]
+    before, functions = trained(model), [one._attn_implementation for one in configs]
     patch(model)
     trained(model)
     flexops.unpatch(model)
     after = trained(model)
-    return {"bits": all(after[key].equal(one) for key, one in before.items())}
+    parts = [one for one in model.modules() if hasattr(one, "config")]
+    return {
+        "bits": all(after[key].equal(one) for key, one in before.items()),
+        "configs": all(one.config is config for one, config in zip(parts, configs, strict=True)),
+        "functions": functions == [one._attn_implementation for one in configs],
+    }
 
 
 def saved(model, patch):

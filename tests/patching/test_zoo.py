@@ -73,8 +73,12 @@ def test_the_tokens_of_a_picture_attend_to_each_other(name):
 
 
 @pytest.mark.parametrize(
-    "name", [*STRUCTURES, "bamba", "blip", "blip-2", "kimi_linear", "nllb-moe", "pix2struct"]
-)
+    "name",
+    [
+        *STRUCTURES, "bamba", "blip", "blip-2", "kimi_linear", "nllb-moe", "paddleocr_vl",
+        "pix2struct",
+    ],
+)  # fmt: skip
 def test_what_must_hold_of_a_type_of_each_structure(name):
     assert not failures(name, CHECKS)
 
