@@ -28,11 +28,8 @@ from . import residuals as adding
 from . import rope as rope_part
 from .forwards import given, plain, take_away
 from .patterns import PATTERNS, UNCHANGED, Candidate, Pattern
-from .probe import Swap, class_of, disagreement, foreign, own_class
+from .probe import Swap, class_of, disagreement, foreign, once, own_class
 
-_verdicts: dict[Any, tuple[int, str]] = {}
-"""What the probe found, for each row of the table, class and settings: which replacement computes
-the same, or why none does. Each is probed once in a process."""
 _LOOKS_LIKE = re.compile(
     r"(Norm|MLP|FeedForward|Experts|ForCausalLM|ForMaskedLM|LMHeadModel"
     r"|ForConditionalGeneration)$"
@@ -291,13 +288,12 @@ def judge(module: nn.Module, pattern: Pattern) -> tuple[str, Any, str]:
         return pattern.operator, None, reason
     key = (pattern.part, type(module), code, pattern.key(module))
     candidates = list(pattern.candidates(module))
-    if key not in _verdicts:
-        _verdicts[key] = _verdict(module, pattern, candidates)
-    chosen, reason = _verdicts[key]
+    chosen, reason = once(key, functools.partial(_verdict, module, pattern, candidates))
     return candidates[chosen][0], candidates[chosen][1], reason
 
 
 def _verdict(module: nn.Module, pattern: Pattern, candidates: list[Candidate]) -> tuple[int, str]:
+    """Which replacement computes the same, or why none does."""
     first = ""
     for index, (_, swap, *own) in enumerate(candidates):
         make = own[0] if own else pattern.miniature and functools.partial(pattern.miniature, module)

@@ -35,10 +35,12 @@ from .probe import (
     LENGTH,
     WIDTH,
     Miniature,
+    Swap,
     bare,
     disagreement,
     foreign,
     is_transformers,
+    once,
     own_class,
     parameter,
 )
@@ -362,7 +364,6 @@ def _as_numbers(
 
 _BEFORE = "_flexops_attention_before"
 _REPLACEABLE = ("sdpa", "eager", NAME, PACKED)
-_verdicts: dict[Any, str] = {}
 
 
 def switch(module: nn.Module, reason: str) -> Row | None:
@@ -471,13 +472,12 @@ def _refusal(model: Any, part: Any) -> str:
     cls: Any = type(part)
     if any(isinstance(one, ast.keyword) and one.arg in REJECTED for one in ast.walk(code_of(cls))):
         return "it selects keys itself"
-    key = cls, eager_of(cls)
-    if key not in _verdicts:
-        _verdicts[key] = disagreement(
-            lambda: _miniature(part),
-            lambda tiny: [(tiny, functools.partial(tiny.forward, ours=True))],
-        )
-    return _verdicts[key]
+
+    def swap(tiny: Any) -> Swap:
+        return [(tiny, functools.partial(tiny.forward, ours=True))]
+
+    make = functools.partial(_miniature, part)
+    return once((cls, eager_of(cls)), lambda: disagreement(make, swap))
 
 
 def _is_transformers_sdpa() -> bool:

@@ -89,14 +89,18 @@ def _functions(original: dict[str, Any]) -> dict[str, Callable[..., Any]]:
 
 
 @functools.cache
-def _computes(whole: Any, step: Any) -> bool:
-    tiny = Convolution({_WHOLE: whole, _STEP: step})
-    return not disagreement(functools.partial(miniature, tiny), swap)
+def _differs(whole: Any, step: Any) -> str:
+    """What functions compute that ours do not."""
+
+    def swap(tiny: Any) -> Swap:
+        return [(tiny, functools.partial(tiny.forward, ours=True))]
+
+    return disagreement(functools.partial(_miniature, {_WHOLE: whole, _STEP: step}), swap)
 
 
 def _replaced(code: Any) -> dict[str, Any]:
     seen = code.__globals__
-    known = torch.compiler.is_compiling() or _computes(seen[_WHOLE], seen[_STEP])
+    known = torch.compiler.is_compiling() or not _differs(seen[_WHOLE], seen[_STEP])
     return _functions(seen) if known else {}
 
 
@@ -106,12 +110,12 @@ def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return rebound(type(module), _WHOLE, _replaced)(module, *args, **kwargs)
 
 
-class Convolution(nn.Module):
+class _Convolution(nn.Module):
     """What is probed: the functions that a class's code calls."""
 
     def __init__(self, functions: dict[str, Any]) -> None:
         super().__init__()
-        self.functions = {name: functions[name] for name in (_WHOLE, _STEP)}
+        self.functions = functions
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, ours: bool = False
@@ -131,21 +135,17 @@ class Convolution(nn.Module):
         return torch.cat([one.flatten() for one in results])
 
 
-def original(module: Any) -> dict[str, Any]:
-    """The two functions that a module's code calls."""
-    if isinstance(module, Convolution):
-        return module.functions
-    names: dict[str, Any] = _code_of(own_class(module)).__globals__
-    return {name: names[name] for name in (_WHOLE, _STEP)}
+def refuse(module: Any) -> str:
+    """Why a layer's convolutions stay the class's own; "" if they need not."""
+    seen = _code_of(own_class(module)).__globals__
+    return _differs(seen[_WHOLE], seen[_STEP])
 
 
 def swap(module: Any) -> Swap:
-    if isinstance(module, Convolution):
-        return [(module, functools.partial(Convolution.forward, module, ours=True))]
     rebound(type(module), _WHOLE, _replaced)
     return [(module, functools.partial(forward, module))]
 
 
-def miniature(module: Any) -> Miniature:
+def _miniature(functions: dict[str, Any]) -> Miniature:
     shapes = ((2, 6, 7), (6, 4), (6,), (2, 6, 4))
-    return Convolution(original(module)), tuple(map(torch.randn, shapes)), {}
+    return _Convolution(functions), tuple(map(torch.randn, shapes)), {}

@@ -370,23 +370,6 @@ def _tiny_attention(module: Any) -> Miniature:
     return made, (_input(), _input(), _input()), {"need_weights": False, "attn_mask": hidden}
 
 
-# ---- rotary embedding ----------------------------------------------------------------------------
-
-
-def _rope_candidates(module: Any) -> Iterator[Candidate]:
-    function = rope.original(module)
-    for name in rope.variants(function):
-
-        def swap(module: Any, name: str = name) -> Swap:
-            if isinstance(module, rope.Rotation):
-                ours = rope.replaced(module.function, name)
-                return _one(module, rope.Rotation.forward, call=ours)
-            rope.prepare(own_class(module), name)
-            return _one(module, rope.attention, kind=name)
-
-        yield "rotary_embedding", swap, functools.partial(rope.miniature, function, name)
-
-
 # ---- the loss ------------------------------------------------------------------------------------
 
 
@@ -500,8 +483,8 @@ PATTERNS: tuple[Pattern, ...] = (
         "causal_conv1d",
         convolution.is_called,
         _only("causal_conv1d", convolution.swap),
-        convolution.miniature,
-        differs=lambda module: tuple(convolution.original(module).values()),
+        None,
+        convolution.refuse,
     ),
     Pattern(
         "projections",
@@ -554,9 +537,9 @@ PATTERNS: tuple[Pattern, ...] = (
         "rope",
         "rotary_embedding",
         lambda module: rope.original(module) is not None,
-        _rope_candidates,
-        lambda module: rope.miniature(rope.original(module), "half"),
-        differs=rope.original,
+        _only("rotary_embedding", rope.swap),
+        None,
+        rope.refuse,
     ),
     Pattern(
         "loss",

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,21 @@ Miniature = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 WIDTH, INNER, CLASSES, LENGTH = 8, 12, 13, 5
 _NOT_COPIED = frozenset(nn.Module().__dict__) | {"forward", "_hf_hook", "_old_forward"}
 _TOLERANCE = 1e-4
+T = TypeVar("T")
+_known: dict[Any, Any] = {}
+"""What was found out of classes. Each is probed once in a process."""
 _FOREIGN = {
     "transformers_modules": "its code came with the model (trust_remote_code)",
     "liger_kernel": "Liger has replaced it before",
 }
 """Whose code is not replaced."""
+
+
+def once(key: Any, find: Callable[[], T]) -> T:
+    if key not in _known:
+        _known[key] = find()
+    found: T = _known[key]
+    return found
 
 
 def foreign(code: Any) -> str:

@@ -34,6 +34,7 @@ from .probe import (
     failure,
     foreign,
     linear,
+    once,
     own_class,
     small,
     undisturbed,
@@ -45,7 +46,6 @@ Structure = tuple[str, dict[str, tuple[str, int, bool]]]
 """The norm that reads a layer's input, and of each part whose result is added: the norm that reads
 the sum ("" where it is the layer's result), how many sums there are before, and whether the norm's
 result takes the sum's place."""
-_structures: dict[Any, tuple[Structure, str]] = {}
 
 
 def is_norm(module: Any) -> bool:
@@ -133,6 +133,7 @@ class _Watch(TorchFunctionMode):
         self.normed: dict[int, str] = {}
         self.found: dict[str, tuple[str, int, bool]] = {}
         self.entry = ""
+        self.order: list[str] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -146,13 +147,11 @@ class _Watch(TorchFunctionMode):
             for x in args:
                 self._replaces(x)
             if known:
-                name, sums = max(known, key=lambda one: list(self.order).index(one[0]))
+                name, sums = max(known, key=lambda one: self.order.index(one[0]))
                 self.sums[id(result)], self.origin[id(result)] = (name, sums), (name, sums + 1)
         elif known and func.__name__ in forwards.KEPT:
             self.origin[id(result)] = known[0]
         return result
-
-    order: dict[str, None] = {}  # noqa: RUF012 (set for each run)
 
     def _replaces(self, x: Any) -> None:
         """A norm's result that is added to is the stream."""
@@ -167,13 +166,12 @@ class _Watch(TorchFunctionMode):
             site, skip = self.sums[id(x)]
             self.found[site] = (name, skip, False)
             self.normed[id(first)] = site
-        self.order[name] = None
+        self.order.append(name)
         self.origin[id(first)] = (name, 0)
 
 
 def _watched(layer: Any, args: Any, kwargs: Any, norms: list[str]) -> Structure:
     watch = _Watch()
-    watch.order = {}
     for name, one in layer._modules.items():
         own = one.forward
 
@@ -215,6 +213,10 @@ def _sites(layer: Any, structure: Structure, after: Any, last: bool = False) -> 
 
 def _structure(layer: Any) -> tuple[Structure, str]:
     """What a layer adds, and why nothing of it is fused."""
+    return once(key(layer), functools.partial(_watch, layer))
+
+
+def _watch(layer: Any) -> tuple[Structure, str]:
     reason = foreign(own_class(layer)) or foreign(own_class(layer).__dict__["forward"])
     if reason:
         return ("", {}), reason
@@ -305,13 +307,10 @@ def patch(model: nn.Module, wanted: bool, in_graphs: bool) -> Iterator[Row]:
     for layer in model.modules():
         if not _looks(layer):
             continue
-        known = key(layer)
-        if known not in _structures:
-            _structures[known] = _structure(layer)
-        structure, reason = _structures[known]
+        structure, reason = _structure(layer)
         if not reason:
             after = following.get(id(layer))
-            entry = getattr(after, _entry(after), None) if after is not None else None
+            entry = after is not None and getattr(after, _entry(after), None)
             last = is_norm(after)
             sites = _sites(layer, structure, after if last else entry, last)
             reason = "" if sites else "no norm reads a sum that it makes"
@@ -329,10 +328,7 @@ def _operator(layer: Any) -> str:
 
 
 def _entry(layer: Any) -> str:
-    known = key(layer)
-    if known not in _structures and _looks(layer):
-        _structures[known] = _structure(layer)
-    return _structures[known][0][0] or " " if known in _structures else " "
+    return (_looks(layer) and _structure(layer)[0][0]) or " "
 
 
 def _following(model: nn.Module) -> Iterator[tuple[int, Any]]:

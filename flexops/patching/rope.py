@@ -152,8 +152,6 @@ def _original(forward: Any) -> tuple[str, Any] | None:
 
 def original(module: Any) -> Any:
     """The function for rotary embedding that a module's ``forward`` calls; None if it has none."""
-    if isinstance(module, Rotation):
-        return module.function
     found: Any = _original(own_class(module).__dict__["forward"])
     return found[1] if found else None
 
@@ -184,7 +182,7 @@ def replaced(function: Any, kind: str) -> Callable[..., Any]:
     return rotate
 
 
-class Rotation(nn.Module):
+class _Rotation(nn.Module):
     """What is probed is the function that the attention calls."""
 
     def __init__(self, function: Any, partial: bool = False) -> None:
@@ -207,7 +205,7 @@ class Rotation(nn.Module):
         return torch.cat([x.flatten() for x in found])
 
 
-def variants(function: Any) -> Iterator[str]:
+def _variants(function: Any) -> Iterator[str]:
     slots = _slots(function) or {}
     for kind, (_, __, dims) in _VARIANTS.items():
         flat = dims == 2 and ("unsqueeze_dim" in slots or "k" not in slots)
@@ -215,7 +213,7 @@ def variants(function: Any) -> Iterator[str]:
             yield kind
 
 
-def miniature(function: Any, kind: str) -> Miniature:
+def _miniature(function: Any, kind: str) -> Miniature:
     slots, signature = _slots(function) or {}, _signature(function)
     _, repeats, dims = _VARIANTS[kind]
     angles = torch.rand(*(3, 2)[4 - dims :], LENGTH, WIDTH // 2) * 6.3
@@ -233,10 +231,10 @@ def miniature(function: Any, kind: str) -> Miniature:
     ):
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     options = {"sections": (1, 1, 2)} if dims == 4 else {}
-    args, made = (q, k, angles.cos(), angles.sin()), Rotation(function)
+    args, made = (q, k, angles.cos(), angles.sin()), _Rotation(function)
     if repeats == "halves" and dims == 3:
         try:
-            Rotation(function, True)(*args)
+            _Rotation(function, True)(*args)
             made.partial = True
         except (RuntimeError, IndexError, ValueError):  # it rotates all of a head
             pass
@@ -245,21 +243,38 @@ def miniature(function: Any, kind: str) -> Miniature:
 
 def kind_of(function: Any) -> str | None:
     """Which of the variants a function computes; None if none."""
-    return next((kind for kind in variants(function) if _computes(function, kind)), None)
+    return next((kind for kind in _variants(function) if not _differs(function, kind)), None)
 
 
 @functools.cache
-def _computes(function: Any, kind: str) -> bool:
-    def swap(tiny: Any) -> Swap:
-        call = replaced(function, kind)
-        return [(tiny, functools.partial(Rotation.forward, tiny, call=call))]
+def _differs(function: Any, kind: str) -> str:
+    """What a function computes that a variant does not."""
 
-    return not disagreement(functools.partial(miniature, function, kind), swap)
+    def swap(tiny: Any) -> Swap:
+        return [(tiny, functools.partial(tiny.forward, call=replaced(function, kind)))]
+
+    return disagreement(functools.partial(_miniature, function, kind), swap)
+
+
+def refuse(module: Any) -> str:
+    """Why attention rotates by its class's own function; "" if it need not."""
+    function = original(module)
+    first = next(_variants(function), None)
+    if first is None:
+        return "its function for rotary embedding has other arguments"
+    return "" if kind_of(function) else _differs(function, first)
+
+
+def swap(module: Any) -> Swap:
+    kind = kind_of(original(module))
+    assert kind is not None
+    prepare(own_class(module), kind)
+    return [(module, functools.partial(attention, module, kind=kind))]
 
 
 def _names(kind: str, forward: Any) -> dict[str, Any]:
     name, function = _original(forward) or ("", None)
-    known = name and (torch.compiler.is_compiling() or _computes(function, kind))
+    known = name and (torch.compiler.is_compiling() or not _differs(function, kind))
     return {name: replaced(function, kind)} if known else {}
 
 

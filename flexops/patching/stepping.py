@@ -14,7 +14,7 @@ from ..generation.state import state
 from ..nn.linears import FP8, function_of
 from . import forwards, residuals
 from .forwards import plain
-from .probe import Swap, disagreement
+from .probe import Swap, disagreement, once
 
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
@@ -42,20 +42,13 @@ def _only_projects(attention: Any) -> bool:
 
 
 _READERS = ("q_proj", "k_proj", "v_proj", "o_proj")
-_verdicts: dict[Any, bool] = {}
 
 
 def _adds_plainly(module: Any) -> bool:
     """Whether a layer's code computes no more than that (Granite scales what it adds)."""
-    key = residuals.key(module)
-    if key not in _verdicts:
-        _verdicts[key] = any(
-            not disagreement(
-                functools.partial(residuals.miniature, module, (gives, 0), "first"), _replaced
-            )
-            for gives in (2, 3)
-        )
-    return _verdicts[key]
+    makes = (functools.partial(residuals.miniature, module, (n, 0), "first") for n in (2, 3))
+    key = "step", residuals.key(module)
+    return once(key, lambda: any(not disagreement(make, _replaced) for make in makes))
 
 
 def _replaced(tiny: Any) -> Swap:

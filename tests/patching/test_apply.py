@@ -605,9 +605,9 @@ def test_code_that_computes_something_else_stays_and_is_named(
     """Another release of transformers, say: same names, another formula."""
     from transformers.models.qwen2 import modeling_qwen2
 
-    from flexops.patching import apply
+    from flexops.patching import probe
 
-    monkeypatch.setattr(apply, "_verdicts", {})
+    monkeypatch.setattr(probe, "_known", {})
     monkeypatch.setattr(
         modeling_qwen2.Qwen2MLP,
         "forward",
@@ -824,9 +824,9 @@ def test_a_billion_parameters_take_no_longer_than_the_classes_do() -> None:
 @pytest.mark.parametrize("name", ["mistral", "deepseek_ocr2"])
 def test_random_numbers_are_not_used_up(name, monkeypatch):
     """Nor are a GPU's generators seeded anew."""
-    from flexops.patching import apply
+    from flexops.patching import probe
 
-    apply._verdicts.clear()
+    probe._known.clear()
     model = zoo.tiny(name)
     torch.manual_seed(3)
     expected = torch.rand(3)
@@ -838,13 +838,13 @@ def test_random_numbers_are_not_used_up(name, monkeypatch):
 
 def test_a_default_device_changes_nothing():
     """What is probed is on the CPU: the norms of SAM's pictures, too."""
-    from flexops.patching import apply
+    from flexops.patching import probe
 
     model, other = zoo.tiny("deepseek_ocr2"), zoo.tiny("deepseek_ocr2")
-    apply._verdicts.clear()
+    probe._known.clear()
     with torch.device("meta"):
         found = flexops.patch(other).rows
-    apply._verdicts.clear()
+    probe._known.clear()
     assert found == flexops.patch(model).rows
 
 
