@@ -71,6 +71,8 @@ def generate(
     ends = _ends(config.eos_token_id if eos_token_id is None else eos_token_id)
     pad = config.pad_token_id if pad_token_id is None else pad_token_id
     pad = pad if pad is not None else ends[0] if ends else 0
+    if not isinstance(pad, int):
+        _fail("no such pad_token_id", repr(pad), "a token")
     batch, length = input_ids.shape
     mine = decoder.decoder_of(model)
     if cache is None:
@@ -137,8 +139,8 @@ def _check(
         _fail("no such generator", repr(generator), "a torch.Generator")
     if streamer is not None and not hasattr(streamer, "put"):
         _fail("no such streamer", repr(streamer), "a streamer of transformers, with put and end")
-    if seed is not None and not isinstance(seed, int):
-        _fail("no such seed", repr(seed), "a whole number")
+    if seed is not None and not (isinstance(seed, int) and -(2**63) <= seed < 2**64):
+        _fail("no such seed", repr(seed), "a whole number of 64 bits")
     if generator is not None and seed is not None:
         _fail("generator and seed exclude each other", "both", "one of them")
     if mask is None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..ops._arguments import number, whole
 from ..ops.activation import bias_gelu, bias_silu, geglu, swiglu
 from ..ops.fp8_linear import MULTIPLE, RECIPES, fp8_linear
 from ..ops.int4_linear import Int4Weight, int4_linear, quantize_int4
@@ -162,10 +163,13 @@ class RotaryEmbedding(nn.Module):
         device: Any = None,
     ) -> None:
         super().__init__()
+        where = "flexops.nn.RotaryEmbedding:"
+        whole(f"{where} dim", dim), whole(f"{where} max_positions", max_positions)
+        base = number(f"{where} base", base)
         if dim < 2 or dim % 2 or max_positions < 1 or not base > 0:
             raise ValueError(
-                "flexops.nn.RotaryEmbedding: dim must be a positive even number, max_positions at"
-                f" least 1 and base positive, got {dim}, {max_positions} and {base}"
+                f"{where} dim must be a positive even number, max_positions at least 1 and base"
+                f" positive, got {dim}, {max_positions} and {base}"
             )
         self.dim = dim
         self.max_positions = max_positions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,8 +32,29 @@ def number(what: str, value: Any) -> float:
         return float(value)
     try:
         return float(value.__float__())
-    except (AttributeError, RuntimeError):
+    except (AttributeError, RuntimeError, ValueError):
         raise TypeError(f"{what} must be a number, got {value!r}") from None
+
+
+def whole(what: str, value: Any) -> int:
+    """The argument ``what``, which must be an int (TypeError)."""
+    if not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{what} must be a whole number, got {value!r}")
+    return value  # type: ignore[return-value]
+
+
+def soft_cap(what: str, value: Any, none: str = "0") -> float:
+    """The argument ``what`` as a float. Kernels leave a negative cap out, which the formula does
+    not, and an infinite one would make scores NaN.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is not greater than 0 (which ``none="0"`` allows) or not finite.
+    """
+    cap = number(what, value)
+    if not 0.0 < cap < math.inf and (cap or none != "0"):
+        raise ValueError(f"{what} must be finite and greater than 0, or {none}, got {value}")
+    return cap
 
 
 def check_tensor(

@@ -134,7 +134,7 @@ def _counts_many_at_once() -> bool:
 
 def check_rates(
     name: str,
-    lr: float | Tensor | None = None,
+    lr: float | Tensor,
     betas: Sequence[float] = (),
     **not_negative: float,
 ) -> None:
@@ -150,7 +150,7 @@ def check_rates(
             raise ValueError(f"flexops.{name}: {label} must not be negative, got {value}")
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise TypeError(f"flexops.{name}: lr must be a float32 tensor of one element")
-    if lr is not None and not isinstance(lr, Tensor) and not lr >= 0.0:
+    if not isinstance(lr, Tensor) and not number(f"flexops.{name}: lr", lr) >= 0.0:
         raise ValueError(f"flexops.{name}: lr must not be negative, got {lr}")
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from .._torch import builtin
-from ._arguments import number as number_of
+from ._arguments import soft_cap
 from ._attention_checks import (
     HALVES,
     Options,
@@ -133,9 +133,10 @@ def attention(
     """
     q, k, v = autocast(q, k, v)
     left, right = (-1, -1) if window is None else window_of(window)
+    cap = soft_cap("flexops.attention: softcap", softcap)
     number, modifier = 0, None
     if score_mod is not None:
-        if bias is not None or softcap or alibi_slopes is not None:
+        if bias is not None or cap or alibi_slopes is not None:
             fail(
                 "score_mod must come without softcap, bias and alibi_slopes, which it can compute"
                 " itself"
@@ -156,10 +157,9 @@ def attention(
     options = usual_options(*usual)
     given = alibi_slopes is not None or sinks is not None
     given = given or cu_seqlens_q is not None or cu_seqlens_k is not None
-    if number or softcap or given or max_seqlen_q is not None or max_seqlen_k is not None:
+    if number or cap or given or max_seqlen_q is not None or max_seqlen_k is not None:
         packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         of_heads = _in_float32(alibi_slopes), _in_float32(sinks)
-        cap = number_of("flexops.attention: softcap", softcap)
         options = (*usual, cap, *of_heads, *packing, number)
     if ragged:
         check(q, k, v, *options)  # in the words of what was given

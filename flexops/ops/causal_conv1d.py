@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._arguments import ANY_FLOAT, check_shape, check_tensor, wide
+from ._arguments import ANY_FLOAT, check_device, check_shape, check_tensor, wide
 from ._declared import define
 from ._register import caller
 from ._self_check import Make, checking
@@ -84,6 +84,8 @@ def causal_conv1d(
         raise ValueError(f"{where} weight must have 1 to {_TAPS} taps, got shape {_shape(weight)}")
     rows, before = x.transpose(1, 2), 0
     if initial_states is not None:
+        check_tensor(where[:-1], "initial_states", initial_states, ANY_FLOAT)
+        check_device(where[:-1], "initial_states", initial_states, "x", x)
         check_shape(where[:-1], "initial_states", initial_states, [*x.shape[:2], width - 1])
         rows = torch.cat([initial_states.transpose(1, 2).to(x.dtype), rows], 1)
         before = width - 1
@@ -125,6 +127,7 @@ def causal_conv1d_update(
     where = "flexops.causal_conv1d_update:"
     steps = x.unsqueeze(-1) if isinstance(x, Tensor) and x.dim() == 2 else x
     silu = _check(where, steps, weight, bias, activation)
+    check_tensor(where[:-1], "conv_state", conv_state, ANY_FLOAT)
     check_shape(where[:-1], "conv_state", conv_state, [*steps.shape[:2], "S"])
     if conv_state.shape[2] + 1 < weight.shape[1]:
         raise ValueError(
@@ -134,9 +137,7 @@ def causal_conv1d_update(
     with torch.no_grad():
         if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
             weight, bias = wide(weight), None if bias is None else wide(bias)
-        out: Tensor = torch.ops.flexops.causal_conv1d_update_.default(
-            conv_state, steps, weight.contiguous(), bias, silu
-        )
+        out: Tensor = _UPDATE(conv_state, steps, weight.contiguous(), bias, silu)
     return out.squeeze(-1) if x.dim() == 2 else out
 
 
@@ -229,6 +230,7 @@ define("causal_conv1d", _reference, saves=("x", "weight", "bias"), backward=_bac
 define("causal_conv1d_backward", _backward_reference)
 define("causal_conv1d_update_", _update_reference)
 _CALL = caller(torch.ops.flexops.causal_conv1d.default)
+_UPDATE = caller(torch.ops.flexops.causal_conv1d_update_.default)
 
 
 @checking()

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._arguments import check_device, check_shape, check_tensor
 from ._declared import define
 from ._register import caller
 from ._self_check import Make, checking
@@ -95,7 +96,7 @@ def _int4_call() -> Any:
 
 
 def _kind(activation: str | None) -> int:
-    if activation not in ACTIVATIONS:
+    if activation not in list(ACTIVATIONS):  # also what has no hash
         names = ", ".join(repr(name) for name in ACTIVATIONS)
         raise ValueError(
             f"flexops.few_rows_linear: activation must be one of {names}, got {activation!r}"
@@ -108,6 +109,11 @@ def _call(
     eps: float, offset: float, activation: str | None, residual: Tensor | None, early: bool,
 ) -> tuple[Any, tuple[Any, ...]]:  # fmt: skip
     """The operator and its arguments, from the public ones."""
+    for name, given in (("weights", weights), ("biases", biases)):
+        if not isinstance(given, Sequence):
+            raise TypeError(
+                f"{_NAME}: {name} must be a list of tensors, got {type(given).__name__}"
+            )
     kind, weights, biases = _kind(activation), list(weights), list(biases)
     widths = [
         one.shape[0]
@@ -131,16 +137,19 @@ def _call(
             "flexops.few_rows_linear: weights of 4 bits must have one group size, all or none of"
             f" them zero points, and {TILE_N} n rows but for the last one; fix: a call for each"
         )
-    if not all(streams(x, one) for one in weights):
-        check_rows(x, len(weights), len(biases), kind)
+    if not isinstance(x, Tensor) or not all(streams(x, one) for one in weights):
+        _check_composed(x, weights, biases, norm, residual, kind, width)
         return reference, (x, weights, biases, *rest, early)
     packed, scales, zeros = ([one[i] for one in weights] for i in range(3))
     zeros = [] if first.zeros is None else zeros
     return _int4_call(), (x, packed, scales, zeros, biases, *rest, first.group_size, 0)
 
 
+_NAME = "flexops.few_rows_linear"
+
+
 def _fail(text: str) -> None:
-    raise ValueError(f"flexops.few_rows_linear: {text}")
+    raise ValueError(f"{_NAME}: {text}")
 
 
 def check_rows(x: Tensor, weights: int, biases: int, activation: int) -> None:
@@ -152,6 +161,29 @@ def check_rows(x: Tensor, weights: int, biases: int, activation: int) -> None:
         _fail(f"weights must be {required} tensors, got {weights}")
     if biases not in (0, weights):
         _fail(f"biases must be none or {weights} tensors, got {biases}")
+
+
+def _check_composed(
+    x: Tensor, weights: Sequence[Int4Weight], biases: Sequence[Tensor], norm: Tensor | None,
+    residual: Tensor | None, activation: int, width: int,
+) -> None:  # fmt: skip
+    """The declaration's checks, and those of the operator, which are not called."""
+    check_tensor(_NAME, "x", x, (torch.float16, torch.bfloat16))
+    check_rows(x, len(weights), len(biases), activation)
+    of_biases = (
+        (f"biases[{i}]", bias, [weight.n])
+        for i, (bias, weight) in enumerate(zip(biases, weights, strict=False))
+    )
+    k, rows = weights[0].k, x.shape[:-1]
+    if x.shape[-1] != k:
+        _fail(f"x must have shape [..., {k}], got {list(x.shape)}")
+    for name, tensor, shape in (
+        *of_biases, ("norm", norm, [k]), ("residual", residual, [*rows, width])
+    ):  # fmt: skip
+        if tensor is not None:
+            check_tensor(_NAME, name, tensor, (x.dtype,))
+            check_shape(_NAME, name, tensor, shape)
+            check_device(_NAME, name, tensor, "x", x)
 
 
 def check(

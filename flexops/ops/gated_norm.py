@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._arguments import FLOAT_DTYPES, check_shape, wide
+from ._arguments import FLOAT_DTYPES, check_shape, whole, wide
 from ._declared import define
 from ._register import caller, check_places, is_dense
 from ._self_check import Make, checking
+from .norm import check_eps
 
 _PART = 16  # of csrc/gated_norm/gated_norm.cuh
 
@@ -68,7 +69,8 @@ def gated_rms_norm(
         if not is_dense(one):
             check_places(where[:-1], {name: one})
     check_shape(where[:-1], "gate", gate, x.shape, whose="x")
-    if x.dim() == 0 or groups < 1 or x.shape[-1] % groups != 0:
+    check_eps("gated_rms_norm", eps)
+    if whole(f"{where} groups", groups) < 1 or x.dim() == 0 or x.shape[-1] % groups != 0:
         raise ValueError(
             f"{where} groups must divide the last dimension of x, got {groups} for shape"
             f" {list(x.shape)}"

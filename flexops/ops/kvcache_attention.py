@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import check_shape, check_tensor, number
+from ._arguments import check_shape, check_tensor, soft_cap, whole
 from ._attention_checks import FLOATS, Options, declined, scale_of, window_of
 from ._attention_reference import reference as attention_reference
 from ._declared import define
@@ -127,10 +127,10 @@ def attention_with_kvcache(
         softmax_scale,
         left,
         0 if causal else right,
-        number("flexops.attention_with_kvcache: softcap", softcap),
+        soft_cap("flexops.attention_with_kvcache: softcap", softcap),
         rotary_interleaved,
         _in_float32(alibi_slopes),
-        num_splits,
+        whole("flexops.attention_with_kvcache: num_splits", num_splits),
         _in_float32(sinks),
         rotary_from_leftpad,
         early,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._torch import product_dtype
-from ._arguments import check_device, check_shape, check_tensor, number
+from ._arguments import check_device, check_shape, check_tensor, soft_cap, whole
 from ._declared import define
 from ._register import caller, reference_of
 from .cross_entropy import REDUCTIONS, check_arguments, divisor_of, loss_dtype, scaled
@@ -170,17 +170,17 @@ def flat_rows(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_chunk_size(op: str, chunk_size: int | None) -> None:
-    if chunk_size is not None and chunk_size < 1:
+    if chunk_size is not None and whole(f"{op}: chunk_size", chunk_size) < 1:
         raise ValueError(f"{op}: chunk_size must be at least 1, or None, got {chunk_size}")
 
 
 def _check_options(op: str, accumulate: str | None, softcap: float | None) -> None:
-    if accumulate not in _ACCUMULATE:
+    if accumulate not in list(_ACCUMULATE):
         raise ValueError(
             f"{op}: accumulate must be 'float32', 'native' or None, got {accumulate!r}"
         )
-    if softcap is not None and not number(f"{op}: softcap", softcap) > 0.0:
-        raise ValueError(f"{op}: softcap must be greater than 0, or None, got {softcap}")
+    if softcap is not None:
+        soft_cap(f"{op}: softcap", softcap, "None")
 
 
 def _check_class_weight(

@@ -25,7 +25,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ._arguments import number
+from ._arguments import number, soft_cap
 from ._declared import define
 from ._register import caller
 from ._self_check import Make, checking
@@ -106,8 +106,8 @@ def logprobs(
 def check_numbers(where: str, temperature: float, softcap: float | None) -> None:
     if not number(f"{where} temperature", temperature) > 0.0:
         raise ValueError(f"{where} temperature must be greater than 0, got {temperature}")
-    if softcap is not None and not number(f"{where} softcap", softcap) > 0.0:
-        raise ValueError(f"{where} softcap must be greater than 0, or None, got {softcap}")
+    if softcap is not None:
+        soft_cap(f"{where} softcap", softcap, "None")
 
 
 # ---- the ops: logits, [N, V], target [N] ---------------------------------------------------------

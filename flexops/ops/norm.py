@@ -142,6 +142,11 @@ def check_row(name: str, x: Tensor, eps: float) -> None:
         raise ValueError(
             f"{where}'s last dimension must be from 1 to {_MOST_COLUMNS}, got shape {list(x.shape)}"
         )
+    check_eps(name, eps)
+
+
+def check_eps(name: str, eps: float) -> None:
+    """Raises if ``eps`` is no number or out of range."""
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise TypeError(f"flexops.{name}: eps must be a number, got {type(eps).__name__}")
     if not eps >= 0:

@@ -30,8 +30,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._arguments import FLOAT_DTYPES, check_device, check_tensor
+from ._arguments import FLOAT_DTYPES, check_device, check_tensor, whole
 from ._declared import define
+from ._register import caller
 from ._self_check import Make, checking
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -140,7 +141,7 @@ def quantize(
     if group_size == -1:
         group_size = max(length, 1)
     _check_group_size("flexops.quantize:", group_size)
-    packed, scales = torch.ops.flexops.quantize(
+    packed, scales = _QUANTIZE(
         x.detach() if x.requires_grad else x, bits, group_size, dim, symmetric
     )
     return QuantizedTensor(packed, scales, length, bits, group_size, dim)
@@ -188,7 +189,7 @@ def _check_numbers(where: str, name: str, dims: int, bits: int, dim: int) -> Non
         raise ValueError(f"{where} {name} must have at least one dimension, got a scalar")
     if bits not in (4, 8):
         raise ValueError(f"{where} bits must be 4 or 8, got {bits!r}")
-    if not -dims <= dim < dims:
+    if not -dims <= whole(f"{where} dim", dim) < dims:
         raise ValueError(
             f"{where} dim must be in [{-dims}, {dims - 1}] for {name} of {dims} dimensions, got"
             f" {dim}"
@@ -378,6 +379,7 @@ def _dequantize_fake(
 
 
 define("quantize", _quantize_reference, _quantize_fake, check=_check_quantize)
+_QUANTIZE = caller(torch.ops.flexops.quantize.default)
 define("dequantize", _dequantize_reference, _dequantize_fake, check=_check_dequantize)
 
 

@@ -99,10 +99,15 @@ class Muon(_FusedAdam):
             raise ValueError(
                 f"flexops.optim.Muon: ns_coefficients must be 3 numbers, got {ns_coefficients!r}"
             )
-        if adjust_lr_fn not in _FACTORS:
+        if adjust_lr_fn not in list(_FACTORS):
             raise ValueError(
                 "flexops.optim.Muon: adjust_lr_fn must be None, 'original' or 'match_rms_adamw',"
                 f" got {adjust_lr_fn!r}"
+            )
+        if adamw is not None and not isinstance(adamw, Mapping):
+            raise TypeError(
+                "flexops.optim.Muon: adamw must be a mapping of AdamW's options, got"
+                f" {type(adamw).__name__}"
             )
         self._adamw: dict[str, Any] = {
             "lr": lr,

@@ -394,6 +394,8 @@ def test_what_does_not_fit_a_cache_is_rejected(changed: Tensor, message: str) ->
         ({"attention_mask": torch.eye(9)[:3]}, "hides tokens behind others"),
         ({"seed": 1, "generator": torch.Generator()}, "exclude"),
         ({"seed": "1"}, "no such seed.*'1'"),
+        ({"seed": 2**70}, "no such seed"),
+        ({"pad_token_id": "<pad>"}, "no such pad_token_id.*<pad>"),
         ({"generator": 1}, "no such generator"),
         ({"streamer": 3}, "no such streamer.*with put and end"),
         ({"eos_token_id": ["</s>"]}, "no such eos_token_id.*</s>"),

@@ -46,6 +46,8 @@ def wrong_calls() -> tuple[Refusal, ...]:
         wrong(r"bias must have shape \[3\], got \[4\]", x, w, w[0]),
         wrong("activation must be None or 'silu', got 'gelu'", x, w, activation="gelu"),
         wrong("x must be a float32, float16 or bfloat16 tensor", x.int(), w, error=TypeError),
+        wrong("initial_states must be a float32", x, w, initial_states=x.int(), error=TypeError),
+        wrong("initial_states must be a float32", x, w, initial_states=[], error=TypeError),
         wrong(r"initial_states must have shape \[2, 3, 3\]", x, w, initial_states=x),
     )
 
@@ -128,5 +130,8 @@ def test_wrong_states():
     x, weight = torch.zeros(2, 3, 1), torch.zeros(3, 4)
     with pytest.raises(ValueError, match=r"conv_state must hold at least 3 steps, got shape"):
         flexops.causal_conv1d_update(x, torch.zeros(2, 3, 2), weight)
+    for state, words in ((None, "conv_state must be a"), (x.double(), "state must be float32")):
+        with pytest.raises(TypeError, match=words):
+            flexops.causal_conv1d_update(x, state, weight[:, :2])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"conv_state must have shape \[2, 3, S\], got"):
         flexops.causal_conv1d_update(x, torch.zeros(2, 4, 3), weight)

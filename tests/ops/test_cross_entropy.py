@@ -141,7 +141,7 @@ def wrong_layers() -> tuple[Refusal, ...]:
         wrong("chunk_size must be at least 1, or None, got 0", (x, w, t), chunk_size=0),
         wrong(r"target must have shape \(3,\), one class for each row of x, got \(1,\)",
             (x, w, t[:1])),
-        wrong("softcap must be greater than 0, or None, got 0", (x, w, t), softcap=0.0),
+        wrong("softcap must be finite and greater than 0, or None, got 0", (x, w, t), softcap=0.0),
         wrong("accumulate must be 'float32', 'native' or None, got 'bfloat16'", (x, w, t),
             accumulate="bfloat16"),
         wrong(r"class_weight must have shape \[5\], got \[4\]", (x, w, t), class_weight=w[0]),

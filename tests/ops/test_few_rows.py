@@ -89,6 +89,27 @@ def test_errors_name_the_argument(changes, message):
         flexops.few_rows_linear(given.pop("x"), given.pop("weights"), **given)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": [1.0]}, "x must be a float16 or bfloat16 tensor, got list"),
+        ({"norm": torch.zeros(64).bfloat16()}, r"norm must have shape \[128\], got \[64\]"),
+        ({"norm": torch.zeros(128)}, "norm must be a bfloat16 tensor, got torch.float32"),
+        ({"residual": torch.zeros(1, 32).bfloat16()}, r"residual must have shape \[2, 32\]"),
+        ({"residual": "a"}, "residual must be a bfloat16 tensor, got str"),
+        ({"biases": [torch.zeros(5).bfloat16()]}, r"biases\[0\] must have shape \[32\], got \[5\]"),
+        ({"biases": None}, "biases must be a list of tensors, got NoneType"),
+        ({"activation": ["silu"]}, "activation must be one of"),
+    ],
+    ids=str,
+)
+def test_errors_of_weights_of_4_bits(changes: dict[str, Any], message: str) -> None:
+    weight = flexops.quantize_int4(torch.randn(32, 128).half())
+    given = {"x": torch.zeros(2, 128).bfloat16(), "weights": [weight]} | changes
+    with pytest.raises((TypeError, ValueError), match=f"^flexops.few_rows_linear: {message}"):
+        flexops.few_rows_linear(**given)
+
+
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_weights_of_4_bits(activation):
     """The operator's reference is the linear layers, one after another."""

@@ -93,6 +93,7 @@ def test_wrong_calls():
         ({"gate": x[:1]}, r"gate must have x's shape \[2, 6\], got \[1, 6\]"),
         ({"gate": x, "activation": "tanh"}, "activation must be silu or sigmoid, got 'tanh'"),
         ({"gate": x, "groups": 4}, "groups must divide the last dimension of x, got 4"),
+        ({"gate": x, "eps": float("nan")}, "eps must be at least 0, got nan"),
         ({"gate": x, "weight": x[0, :4]}, r"weight must have shape \[6\], got \[4\]"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -85,7 +85,7 @@ def wrong_calls() -> tuple[Refusal, ...]:
         wrong("logits must have at least one class in their last dimension", x[:, :0], t),
         wrong("temperature must be greater than 0, got 0.0", x, t, temperature=0.0),
         wrong("temperature must be greater than 0, got nan", x, t, temperature=float("nan")),
-        wrong("softcap must be greater than 0, or None, got -1.0", x, t, softcap=-1.0),
+        wrong("softcap must be finite and greater than 0, or None, got -1.0", x, t, softcap=-1.0),
     )
 
 

@@ -530,10 +530,19 @@ NOT_NUMBERS = {
     "scaled_dot_product_attention": ((QUERY, QUERY, QUERY, "a"), {}, "attn_mask must be a tensor"),
     "attention": ((QUERY, QUERY, QUERY), {"scale": "a"}, "scale must be a number or None, got str"),
     "attention(softcap)": ((QUERY, QUERY, QUERY), {"softcap": "a"}, "softcap must be a number"),
+    "attention(softcaps)": ((QUERY, QUERY, QUERY), {"softcap": X[0]}, "softcap must be a number"),
     "attention(score_mod)": (
         (QUERY, QUERY, QUERY), {"score_mod": lambda s: s}, r"be a function of \(score, b, h, q, k\)"
     ),
     "attention_with_kvcache": ((QUERY,) * 3, {"softcap": "a"}, "softcap must be a number"),
+    "attention_with_kvcache(num_splits)": (
+        (QUERY,) * 3, {"num_splits": "a"}, "num_splits must be a whole number, got 'a'"
+    ),
+    "gated_rms_norm": ((X, X), {"groups": "a"}, "groups must be a whole number, got 'a'"),
+    "gated_rms_norm(eps)": ((X, X), {"eps": "a"}, "eps must be a number, got str"),
+    "linear_logprobs": ((X, X, ROWS), {"chunk_size": "a"}, "chunk_size must be a whole number"),
+    "quantize": ((X,), {"dim": "a"}, "dim must be a whole number, got 'a'"),
+    "quantize(symmetric)": ((X,), {"symmetric": "a"}, "symmetric must be True or False, got str"),
     "cross_entropy": ((X, ROWS), {"ignore_index": "a"}, "ignore_index must be a whole number"),
     "cross_entropy(z_loss)": ((X, ROWS), {"z_loss": "a"}, "z_loss must be a number, got 'a'"),
     "linear_cross_entropy": ((X, X, ROWS), {"softcap": "a"}, "softcap must be a number, got 'a'"),
@@ -545,6 +554,7 @@ NOT_NUMBERS = {
     ),
     "lion_": (([X], [X], [X]), {"lr": 0.1, "beta1": "a", "beta2": 0.9, "weight_decay": 0.0},
               "beta1 must be a number, got 'a'"),
+    "lion_(lr)": (([X], [X], [X]), {"lr": "a"}, "lr must be a number, got 'a'"),
     "grad_norm": (([X],), {"norm_type": "a"}, "norm_type must be a number, got 'a'"),
 }  # fmt: skip
 
@@ -559,6 +569,22 @@ def test_what_is_no_number_is_named(call, differentiable):
         first = first.clone().requires_grad_()
     with pytest.raises(TypeError, match=rf"^flexops\.{name}: .*{said}"):
         getattr(flexops, name)(first, *rest, **options)
+
+
+@pytest.mark.parametrize("cap", [-1.0, torch.inf, torch.nan])
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("attention", (QUERY,) * 3),
+        ("attention_with_kvcache", (QUERY,) * 3),
+        ("linear_cross_entropy", (X, X, ROWS)),
+        ("linear_logprobs", (X, X, ROWS)),
+        ("logprobs", (X, ROWS)),
+    ],
+)
+def test_soft_caps_that_the_formula_and_kernels_read_differently(name, args, cap):
+    with pytest.raises(ValueError, match=rf"^flexops\.{name}: softcap must be finite and greater"):
+        getattr(flexops, name)(*args, softcap=cap)
 
 
 @pytest.mark.parametrize("collects", [True, False])

@@ -432,6 +432,8 @@ def test_modules_around_functions() -> None:
 def test_rotary_tables_that_cannot_be(odd: tuple[Any, ...]) -> None:
     with pytest.raises(ValueError, match=r"RotaryEmbedding: dim must be a positive even number"):
         flexops.nn.RotaryEmbedding(*odd)
+    with pytest.raises(TypeError, match=r"RotaryEmbedding: dim must be a whole number, got 'a'"):
+        flexops.nn.RotaryEmbedding("a")  # type: ignore[arg-type]
 
 
 def test_rotary_tables_stay_float32_and_out_of_checkpoints() -> None:
