@@ -38,8 +38,7 @@ FLEXOPS_CUDA_DECLARE(const char* int4_unpack_cuda(const Int4View& weight, void* 
                                                   ElementType type, void* stream))
 
 /// The CPU's work on tiles of rows [begin, end) of [0, tiles_n). `x`: float32 [m, tiles_k * 64] in
-/// the order of the packed bytes (int4_order_cpu); `sums`: float32 [m, tiles_k * 16], of x over the
-/// positions of equal remainder by 16.
+/// the order of int4_order_cpu; `sums`: float32 [m, tiles_k * 2], of 32 columns of x each.
 FLEXOPS_ISA_DECLARE(void int4_order_cpu(const Int4Product& call, float* x, float* sums,
                                         int64_t begin, int64_t end))
 FLEXOPS_ISA_DECLARE(void int4_product_cpu(const Int4Product& call, const float* x,

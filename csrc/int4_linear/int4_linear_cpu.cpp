@@ -1,9 +1,8 @@
 // Products with 4-bit weights on the CPU: compiled once per ISA level (common/cpu.h). Formulas and
 // the layout of the weight: flexops/ops/int4_linear.py.
 //
-// 64 bytes of a tile hold 64 columns of two rows. x is put into the order of these bytes once, so
-// that codes become floats as they lie, without shuffles. Groups of 32 alternate every 8 bytes:
-// scales and zero points are applied to 16 lanes, whatever the group size, after 64 columns.
+// 64 bytes of a tile hold 64 columns of two rows, as 16 words. x is put into the order in which
+// codes are extracted from these words once, so that they become floats without being moved.
 
 #include "int4_linear/int4_linear.h"
 
@@ -11,30 +10,30 @@
 
 namespace flexops::FLEXOPS_ISA {
 
-/// The column of a tile that byte `position` of 64 holds.
-static int64_t column_of(int64_t position) {
-  const int64_t within[4] = {0, 8, 1, 9};
-  return position / 4 % 4 * 16 + position / 16 * 2 + within[position % 4];
-}
+constexpr int64_t kWords = 16;
+constexpr int kParts = static_cast<int>(kWords) / kLanes;  // registers for 16 words
 
-constexpr int64_t kLaneSums = 16;
-constexpr int kParts = static_cast<int>(kLaneSums) / kLanes;  // registers for 16 lanes
+/// The column of a tile that a byte of a word holds.
+static int64_t column_of(int64_t byte, int64_t word) {
+  const int64_t within[4] = {0, 8, 1, 9};
+  return word % 4 * 16 + word / 4 * 2 + within[byte];
+}
 
 void int4_order_cpu(const Int4Product& c, float* x, float* sums, int64_t begin, int64_t end) {
   const Int4View& w = c.weight;
-  const int64_t columns = w.tiles_k * kInt4TileK;
   int64_t order[kInt4TileK];
-  for (int64_t i = 0; i < kInt4TileK; ++i) order[i] = column_of(i);
-  for (int64_t row = begin; row < end; ++row) {
-    for (int64_t tile = 0; tile < w.tiles_k; ++tile) {
-      float* const to = x + row * columns + tile * kInt4TileK;
-      float* const sum = sums + (row * w.tiles_k + tile) * kLaneSums;
-      alignas(64) float buffer[kInt4TileK] = {};
-      const int64_t count = least(kInt4TileK, w.k - tile * kInt4TileK);
-      const float* from = widen(c.x, row * w.k + tile * kInt4TileK, count, c.type, buffer);
-      for (int64_t i = 0; i < kInt4TileK; ++i) to[i] = order[i] < count ? from[order[i]] : 0.0f;
-      for (int64_t i = 0; i < kLaneSums; ++i)
-        sum[i] = (to[i] + to[i + 16]) + (to[i + 32] + to[i + 48]);
+  for (int64_t i = 0; i < kInt4TileK; ++i) order[i] = column_of(i / kWords, i % kWords);
+  for (int64_t tile = begin * w.tiles_k; tile < end * w.tiles_k; ++tile) {
+    const int64_t row = tile / w.tiles_k, first = tile % w.tiles_k * kInt4TileK;
+    float* const to = x + tile * kInt4TileK;
+    alignas(64) float buffer[kInt4TileK] = {};
+    const int64_t count = least(kInt4TileK, w.k - first);
+    const float* from = widen(c.x, row * w.k + first, count, c.type, buffer);
+    for (int64_t i = 0; i < kInt4TileK; ++i) to[i] = order[i] < count ? from[order[i]] : 0.0f;
+    for (int64_t half = 0; half < 2; ++half) {
+      float sum = 0;
+      for (int64_t i = 32 * half; i < least(count, 32 * half + 32); ++i) sum += from[i];
+      sums[2 * tile + half] = sum;
     }
   }
 }
@@ -76,78 +75,145 @@ static inline Codes load_codes(const uint8_t* from) {
   return out;
 }
 
-/// Scale and zero point of 16 lanes of one row in one tile: those of two groups of 32 alternate
-/// every 8 lanes.
-struct Numbers {
-  Floats scale[kParts], zero[kParts];
-};
-static inline Numbers load_numbers(const Int4View& w, int64_t tile, int64_t tile_k, int64_t at) {
-  const int64_t first = tile_k * kInt4TileK / w.group_size;
-  Numbers out;
-  const Number of[2] = {load_number(w, tile, first, at),
-                        load_number(w, tile, first + (w.group_size == 32 ? 1 : 0), at)};
-  for (int i = 0; i < kParts; ++i) {
-    float scale[kLanes], zero[kLanes];
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const Number& number = of[(i * kLanes + lane) / 8];
-      scale[lane] = number.scale, zero[lane] = number.zero;
-    }
-    out.scale[i] = load_floats(scale), out.zero[i] = load_floats(zero);
-  }
-  return out;
+/// The codes of 4 bits above the lowest `shift` ones.
+static inline Floats codes_at(Words words, int shift) {
+#if defined(__AVX512F__)
+  constexpr Floats kValues = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return _mm512_maskz_permutexvar_ps(0xffff, (__m512i)(words >> shift), kValues);
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps((__m256i)(words >> shift & 15u));
+#else
+  return __builtin_convertvector((Ints)(words >> shift & 15u), Floats);
+#endif
 }
 
-/// Rows g and g + 8 of a tile of rows, times up to kRows rows of x.
-template <int kRows>
-static void multiply_rows(const Int4Product& c, const float* x, const float* sums, int64_t tile,
-                          int64_t g, int64_t first) {
-  const Int4View& w = c.weight;
-  const int64_t columns = w.tiles_k * kInt4TileK;
-  Floats low[kRows] = {}, high[kRows] = {};
-  for (int64_t tile_k = 0; tile_k < w.tiles_k; ++tile_k) {
-    const uint8_t* const bytes = w.packed + (tile * w.tiles_k + tile_k) * kInt4TileBytes + 64 * g;
-    const Numbers of_low = load_numbers(w, tile, tile_k, 2 * g),
-                  of_high = load_numbers(w, tile, tile_k, 2 * g + 1);
-    Floats low_sum[kRows][kParts] = {}, high_sum[kRows][kParts] = {};
-    for (int64_t at = 0; at < kInt4TileK; at += 16) {
-      const Codes codes = load_codes(bytes + at);
-      for (int row = 0; row < kRows; ++row) {
-        const float* const from = x + (first + row) * columns + tile_k * kInt4TileK + at;
-        for (int i = 0; i < kParts; ++i) {
-          const Floats value = load_floats(from + i * kLanes);
-          low_sum[row][i] += codes.low[i] * value;
-          high_sum[row][i] += codes.high[i] * value;
+/// A number in all lanes.
+static inline Floats broadcast(float value) {
+  return (Floats)(Words{} + bits_of(value));  // an addition of floats would be computed
+}
+
+constexpr int64_t kBlock = 8;     // tiles of columns whose x stays in the first cache
+constexpr int64_t kMostRows = 4;  // of x that are multiplied at once
+
+/// A tile of rows and a block of columns: its scales, and sums over this block and those before it.
+struct Block {
+  const uint8_t* bytes;
+  const float* x;
+  int64_t row;      // elements between rows of x
+  int64_t tiles_k;  // in this block
+  int shift;        // a group has 32 << shift columns
+  float scales[kBlock * 2 * kInt4TileN];
+  float offsets[kMostRows][kInt4TileN];  // what zero points subtract
+  Floats sums[kInt4TileN][kMostRows];
+};
+
+/// Pairs of rows (g and g + 8) from `first` on times rows of x.
+template <int kPairs, int kRows, bool kTwoGroups>
+static void multiply_pairs(Block& b, int64_t first) {
+  Floats sums[2 * kPairs][kRows];
+#pragma GCC unroll 16
+  for (int i = 0; i < 2 * kPairs; ++i)
+#pragma GCC unroll 4
+    for (int row = 0; row < kRows; ++row) sums[i][row] = b.sums[2 * first + i][row];
+  for (int64_t tile = 0; tile < b.tiles_k; ++tile) {
+    const uint8_t* const bytes = b.bytes + tile * kInt4TileBytes + 64 * first;
+    const float* const x = b.x + tile * kInt4TileK;
+    const float* const scales = b.scales + (2 * tile >> b.shift) * kInt4TileN + 2 * first;
+#pragma GCC unroll 8
+    for (int pair = 0; pair < kPairs; ++pair) {
+      Words words[kParts];
+      for (int i = 0; i < kParts; ++i)
+        words[i] =
+            (Words)load_floats(reinterpret_cast<const float*>(bytes + 64 * pair) + i * kLanes);
+      Floats products[2][kRows] = {};
+#pragma GCC unroll 16
+      for (int i = 0; i < 4 * kParts; ++i) {
+        const int shift = i / kParts * 8;
+        const Floats low = codes_at(words[i % kParts], shift),
+                     high = codes_at(words[i % kParts], shift + 4);
+#pragma GCC unroll 4
+        for (int row = 0; row < kRows; ++row) {
+          Floats value = load_floats(x + row * b.row + i * kLanes);
+#if defined(__x86_64__)
+          __asm__("" : "+x"(value));  // or it is loaded for each product
+#endif
+          products[0][row] += low * value, products[1][row] += high * value;
         }
       }
-    }
-    for (int row = 0; row < kRows; ++row) {
-      const float* const sum = sums + ((first + row) * w.tiles_k + tile_k) * kLaneSums;
-      for (int i = 0; i < kParts; ++i) {
-        const Floats of_x = load_floats(sum + i * kLanes);
-        low[row] += of_low.scale[i] * (low_sum[row][i] - of_low.zero[i] * of_x);
-        high[row] += of_high.scale[i] * (high_sum[row][i] - of_high.zero[i] * of_x);
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        Floats scale = broadcast(scales[2 * pair + half]);
+        if (kTwoGroups) {  // of a word, by the column of its bytes
+          Ints second;
+          for (int lane = 0; lane < kLanes; ++lane) second[lane] = lane % 4 < 2 ? 0 : -1;
+          scale = second ? broadcast(scales[kInt4TileN + 2 * pair + half]) : scale;
+        }
+#pragma GCC unroll 4
+        for (int row = 0; row < kRows; ++row)
+          sums[2 * pair + half][row] += products[half][row] * scale;
       }
     }
   }
-  for (int row = 0; row < kRows; ++row) {
-    for (int64_t half = 0; half < 2; ++half) {
-      const int64_t n = tile * kInt4TileN + g + 8 * half;
-      if (n >= w.n) continue;
-      float value = sum_of_lanes(half ? high[row] : low[row]);
-      if (c.bias) value += load(c.bias, n, c.type);
-      store(c.out, (first + row) * w.n + n, value, c.type);
+#pragma GCC unroll 16
+  for (int i = 0; i < 2 * kPairs; ++i)
+#pragma GCC unroll 4
+    for (int row = 0; row < kRows; ++row) b.sums[2 * first + i][row] = sums[i][row];
+}
+
+template <int kRows>
+static void multiply_block(Block& b) {
+  constexpr int kPairs = kLanes < 16 ? 1 : 8 / kRows;  // as there are registers
+  for (int64_t pair = 0; pair < 8; pair += kPairs)
+    b.shift == 0 ? multiply_pairs<kPairs, kRows, true>(b, pair)
+                 : multiply_pairs<kPairs, kRows, false>(b, pair);
+}
+
+/// Load the scales of a block, and add its products with zero points to the offsets.
+static void start_block(Block& b, const Int4View& w, int64_t tile, int64_t tile_k,
+                        const float* sums, int64_t rows) {
+  const int64_t first = 2 * tile_k >> b.shift, groups = 2 * b.tiles_k >> b.shift;
+  const int64_t offset = (tile * w.groups + first) * kInt4TileN, count = groups * kInt4TileN;
+  alignas(64) float buffer[kBlock * 2 * kInt4TileN];
+  narrow(widen(w.scales, offset, count, w.scale_type, buffer), b.scales, 0, count,
+         ElementType::f32);
+  for (int64_t i = 0; !w.zeros && i < count; ++i) buffer[i] = 8;
+  const float* const zeros = w.zeros ? widen(w.zeros, offset, count, w.zero_type, buffer) : buffer;
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t group = 0; group < groups; ++group) {
+      float sum = 0;
+      for (int64_t i = 0; i < 1 << b.shift; ++i)
+        sum += sums[row * w.tiles_k * 2 + ((first + group) << b.shift) + i];
+      for (int64_t i = 0; i < kInt4TileN; ++i) {
+        const int64_t at = group * kInt4TileN + i;
+        b.offsets[row][i] += zeros[at] * b.scales[at] * sum;
+      }
     }
   }
 }
 
 void int4_product_cpu(const Int4Product& c, const float* x, const float* sums, int64_t begin,
                       int64_t end) {
+  const Int4View& w = c.weight;
+  Block b;
+  b.row = w.tiles_k * kInt4TileK, b.shift = w.group_size == 32 ? 0 : w.group_size == 64 ? 1 : 2;
   for (int64_t tile = begin; tile < end; ++tile) {
-    for (int64_t g = 0; g < 8; ++g) {
-      int64_t row = 0;
-      for (; row + 4 <= c.m; row += 4) multiply_rows<4>(c, x, sums, tile, g, row);
-      for (; row + 2 <= c.m; row += 2) multiply_rows<2>(c, x, sums, tile, g, row);
-      for (; row < c.m; ++row) multiply_rows<1>(c, x, sums, tile, g, row);
+    for (int64_t row = 0, rows; row < c.m; row += rows) {
+      rows = c.m - row >= 4 ? 4 : c.m - row >= 2 ? 2 : 1;
+      memset(b.sums, 0, sizeof b.sums), memset(b.offsets, 0, sizeof b.offsets);
+      for (int64_t tile_k = 0; tile_k < w.tiles_k; tile_k += kBlock) {
+        b.bytes = w.packed + (tile * w.tiles_k + tile_k) * kInt4TileBytes;
+        b.x = x + row * b.row + tile_k * kInt4TileK;
+        b.tiles_k = least(kBlock, w.tiles_k - tile_k);
+        start_block(b, w, tile, tile_k, sums + row * w.tiles_k * 2, rows);
+        rows == 4 ? multiply_block<4>(b) : rows == 2 ? multiply_block<2>(b) : multiply_block<1>(b);
+      }
+      for (int64_t i = 0; i < rows * kInt4TileN; ++i) {
+        const int64_t at = i % kInt4TileN, n = tile * kInt4TileN + at / 2 + 8 * (at % 2);
+        if (n >= w.n) continue;
+        float value = sum_of_lanes(b.sums[at][i / kInt4TileN]) - b.offsets[i / kInt4TileN][at];
+        if (c.bias) value += load(c.bias, n, c.type);
+        store(c.out, (row + i / kInt4TileN) * w.n + n, value, c.type);
+      }
     }
   }
 }

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from contract import ISA_LEVELS, isa_limit
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SHAPES = [(16, 64, 64), (40, 96, 32), (7, 256, 128), (33, 192, 64)]
+SHAPES = [(16, 64, 64), (40, 672, 32), (7, 1280, 128), (33, 192, 64)]
 
 
 @pytest.fixture(scope="module")
