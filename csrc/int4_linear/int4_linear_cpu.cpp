@@ -47,39 +47,12 @@ static inline Number load_number(const Int4View& w, int64_t tile, int64_t group,
   return {load(w.scales, index, w.scale_type), w.zeros ? load(w.zeros, index, w.zero_type) : 8.0f};
 }
 
-/// Registers of the codes of 16 bytes: of their low halves, or of their high ones.
-struct Codes {
-  Floats low[kParts], high[kParts];
-};
-static inline Codes load_codes(const uint8_t* from) {
-  Codes out;
-  for (int i = 0; i < kParts; ++i) {
-    const uint8_t* const bytes = from + i * kLanes;
-#if defined(__AVX512F__)
-    const __m512i words = _mm512_maskz_cvtepu8_epi32(
-        0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
-    out.low[i] = _mm512_maskz_cvtepi32_ps(0xffff, (__m512i)((Words)words & 15u));
-    out.high[i] = _mm512_maskz_cvtepi32_ps(0xffff, (__m512i)((Words)words >> 4));
-#elif defined(__AVX2__)
-    const __m256i words =
-        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
-    out.low[i] = _mm256_cvtepi32_ps((__m256i)((Words)words & 15u));
-    out.high[i] = _mm256_cvtepi32_ps((__m256i)((Words)words >> 4));
-#else
-    for (int lane = 0; lane < kLanes; ++lane) {
-      out.low[i][lane] = static_cast<float>(bytes[lane] & 15);
-      out.high[i][lane] = static_cast<float>(bytes[lane] >> 4);
-    }
-#endif
-  }
-  return out;
-}
+alignas(64) constexpr float kCodes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 /// The codes of 4 bits above the lowest `shift` ones.
 static inline Floats codes_at(Words words, int shift) {
 #if defined(__AVX512F__)
-  constexpr Floats kValues = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return _mm512_maskz_permutexvar_ps(0xffff, (__m512i)(words >> shift), kValues);
+  return _mm512_maskz_permutexvar_ps(0xffff, (__m512i)(words >> shift), load_floats(kCodes));
 #elif defined(__AVX2__)
   return _mm256_cvtepi32_ps((__m256i)(words >> shift & 15u));
 #else
@@ -218,6 +191,8 @@ void int4_product_cpu(const Int4Product& c, const float* x, const float* sums, i
   }
 }
 
+// ---- unpack ----
+
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 
 /// From the order of the words of four threads to that of their 16 columns.
@@ -230,34 +205,100 @@ static inline Bytes by_column(Bytes words) {
 #endif
 }
 
-void int4_unpack_cpu(const Int4View& w, void* out, ElementType type, int64_t begin, int64_t end) {
-  for (int64_t pair = begin * 8; pair < end * 8; ++pair) {
-    const int64_t tile = pair / 8, g = pair % 8, row = tile * kInt4TileN + g;
-    for (int64_t tile_k = 0; tile_k < w.tiles_k; ++tile_k) {
-      const uint8_t* const bytes = w.packed + (tile * w.tiles_k + tile_k) * kInt4TileBytes + 64 * g;
-      alignas(64) float values[2][kInt4TileK];
-      for (int64_t column = 0; column < kInt4TileK; column += 16) {
-        const int64_t group = (tile_k * kInt4TileK + column) / w.group_size;
-        const Number low = load_number(w, tile, group, 2 * g),
-                     high = load_number(w, tile, group, 2 * g + 1);
-        Bytes words;
-        for (int64_t t = 0; t < 4; ++t)
-          memcpy(reinterpret_cast<char*>(&words) + 4 * t, bytes + 16 * t + column / 4, 4);
-        words = by_column(words);
-        uint8_t ordered[16];
-        memcpy(ordered, &words, sizeof ordered);
-        const Codes codes = load_codes(ordered);
-        for (int i = 0; i < kParts; ++i) {
-          const int64_t to = column + i * kLanes;
-          store_floats(values[0] + to, (codes.low[i] - low.zero) * low.scale);
-          store_floats(values[1] + to, (codes.high[i] - high.zero) * high.scale);
-        }
-      }
-      const int64_t first = tile_k * kInt4TileK, count = least(kInt4TileK, w.k - first);
-      if (row < w.n) narrow(values[0], out, row * w.k + first, count, type);
-      if (row + 8 < w.n) narrow(values[1], out, (row + 8) * w.k + first, count, type);
+static inline Floats load_codes(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_cvtepi32_ps(
+      0xffff, _mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+  Floats out;
+  for (int lane = 0; lane < kLanes; ++lane) out[lane] = from[lane];
+  return out;
+#endif
+}
+
+/// 16 codes of a group as elements.
+template <ElementType type>
+static inline void write_codes(Bytes codes, Number number, void* to) {
+  uint8_t bytes[16];
+  memcpy(bytes, &codes, sizeof bytes);
+  for (int i = 0; i < 16; i += kLanes)
+    store_elements<type>(to, i, (load_codes(bytes + i) - number.zero) * number.scale);
+}
+
+/// The 16 values of a group. Those of 16 bits are looked up, byte by byte.
+template <ElementType type>
+struct Values {
+#if defined(__AVX2__)
+  static constexpr bool kTable = element_size(type) == 2;
+  __m128i low, high;
+#else
+  static constexpr bool kTable = false;
+#endif
+  Number number;
+
+  explicit Values(Number number) : number(number) {
+#if defined(__AVX2__)
+    if constexpr (kTable) {
+      constexpr Bytes kAll = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+      __m128i words[2];
+      write_codes<type>(kAll, number, words);
+      const __m128i bytes = _mm_set1_epi16(255);
+      low = _mm_packus_epi16(_mm_and_si128(words[0], bytes), _mm_and_si128(words[1], bytes));
+      high = _mm_packus_epi16(_mm_srli_epi16(words[0], 8), _mm_srli_epi16(words[1], 8));
     }
+#endif
   }
+
+  inline void write(Bytes codes, char* to) const {
+#if defined(__AVX2__)
+    if constexpr (kTable) {
+      const __m128i a = _mm_shuffle_epi8(low, (__m128i)codes),
+                    b = _mm_shuffle_epi8(high, (__m128i)codes);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_unpacklo_epi8(a, b));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16), _mm_unpackhi_epi8(a, b));
+      return;
+    }
+#endif
+    write_codes<type>(codes, number, to);
+  }
+};
+
+/// Rows g and g + 8 of a tile of rows.
+template <ElementType type>
+static void unpack_pair(const Int4View& w, char* out, int64_t tile, int64_t g) {
+  const int64_t row = tile * kInt4TileN + g, size = element_size(type);
+  const int64_t parts = least(kInt4TileK, w.group_size) / 16;
+  for (int64_t first = 0; first < w.k; first += 16 * parts) {
+    const int64_t group = first / w.group_size;
+    const uint8_t* const bytes = w.packed + tile * w.tiles_k * kInt4TileBytes +
+                                 first / kInt4TileK * kInt4TileBytes + 64 * g +
+                                 first % kInt4TileK / 4;
+    Bytes codes[4];
+    for (int64_t part = 0; part < parts; ++part) {
+      Bytes words;
+      for (int64_t t = 0; t < 4; ++t)
+        memcpy(reinterpret_cast<char*>(&words) + 4 * t, bytes + 16 * t + 4 * part, 4);
+      codes[part] = by_column(words);
+    }
+    char* const to = out + (row * w.k + first) * size;
+    const Values<type> low(load_number(w, tile, group, 2 * g));
+    for (int64_t part = 0; part < parts; ++part) low.write(codes[part] & 15, to + 16 * part * size);
+    if (row + 8 >= w.n) continue;
+    const Values<type> high(load_number(w, tile, group, 2 * g + 1));
+    for (int64_t part = 0; part < parts; ++part)
+      high.write(codes[part] >> 4, to + (8 * w.k + 16 * part) * size);
+  }
+}
+
+void int4_unpack_cpu(const Int4View& w, void* out, ElementType type, int64_t begin, int64_t end) {
+  const auto unpack = type == ElementType::f32    ? unpack_pair<ElementType::f32>
+                      : type == ElementType::bf16 ? unpack_pair<ElementType::bf16>
+                                                  : unpack_pair<ElementType::f16>;
+  for (int64_t pair = begin * 8; pair < end * 8; ++pair)
+    if (pair / 8 * kInt4TileN + pair % 8 < w.n)
+      unpack(w, static_cast<char*>(out), pair / 8, pair % 8);
 }
 
 }  // namespace flexops::FLEXOPS_ISA

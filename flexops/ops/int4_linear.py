@@ -423,10 +423,32 @@ def _linear(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
     elif x.numel() <= _most_rows(x, scales) * k:
         result = ops.int4_product.default(x, packed, scales, zeros, bias, n, k, group_size, 0)
     else:
-        dense = ops.int4_unpack.default(*weight, x.dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            result = F.linear(x, dense, bias).contiguous()
+        result = _dequantized(x, weight, bias).contiguous()
     return result
+
+
+_ELEMENTS_OF_A_PART = 1 << 21  # 4 MiB of 16 bits, which caches hold
+
+
+def _dequantized(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
+    """torch's product with the weight in x's dtype; on a CPU with some rows of it at a time."""
+    n, part = weight.n, max(_ELEMENTS_OF_A_PART // weight.k // TILE_N * TILE_N, TILE_N)
+    if x.device.type == "cpu" and n > part:
+        products = []
+        for first in range(0, n, part):
+            rows = slice(first, min(first + part, n))
+            tiles = slice(first // TILE_N, (first + part) // TILE_N)
+            some = weight._replace(
+                packed=weight.packed[tiles],
+                scales=weight.scales[tiles],
+                zeros=None if weight.zeros is None else weight.zeros[tiles],
+                n=rows.stop - first,
+            )
+            products.append(_dequantized(x, some, None if bias is None else bias[rows]))
+        return torch.cat(products, -1)
+    dense = torch.ops.flexops.int4_unpack.default(*weight, x.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x, dense, bias)
 
 
 MOST_STREAMED_ROWS = 8
@@ -459,7 +481,7 @@ def _most_rows(x: Tensor, scales: Tensor) -> int:
     """The most rows of ``x`` for which kernels read the packed weight: measured on one H200, and on
     one core of a CPU."""
     if x.device.type != "cuda":
-        return 16
+        return 8
     if torch.float32 in (x.dtype, scales.dtype):
         return 0
     return 1024 if _capability(x.device) == (9, 0) else 128

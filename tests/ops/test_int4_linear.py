@@ -133,6 +133,16 @@ def test_any_leading_shape_and_strides(dtype, rows):
 
 
 @pytest.mark.usefixtures("native")
+def test_on_a_cpu_a_part_of_the_weight_is_dequantized_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = flexops.quantize_int4(random_x(40, 64, dtype=torch.float32))
+    x, bias = random_x(90, 64, dtype=torch.float32), random_x(40, dtype=torch.float32)
+    whole = flexops.int4_linear(x, weight, bias)
+    monkeypatch.setattr(module, "_ELEMENTS_OF_A_PART", 17 * 64)
+    torch.testing.assert_close(flexops.int4_linear(x, weight, bias), whole)
+
+
 @pytest.mark.parametrize("rows", [3, 90])
 def test_gradients_are_those_of_the_dense_product(rows):
     weight = flexops.quantize_int4(random_x(40, 128, dtype=torch.float32))
