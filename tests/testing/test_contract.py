@@ -168,17 +168,28 @@ def test_what_is_wrong_on_purpose_is_found(function, test, native_kernels):
         getattr(Broken(), test)(Broken.cases[0], device="cpu")
 
 
+def of_a_dense_tensor(x: Tensor) -> Tensor:
+    return 2 * x.as_strided(x.shape, torch.empty(x.shape).stride())
+
+
 @pytest.mark.parametrize(
-    "kernel", [lambda x: (x * 2).nan_to_num(), lambda x: (x * 2).clamp(-3e4, 3e4)]
+    ("kernel", "test"),
+    [
+        (lambda x: (x * 2).nan_to_num(), "test_not_finite"),
+        (lambda x: (x * 2).clamp(-3e4, 3e4), "test_not_finite"),
+        (lambda x: x * 2 if x.numel() else x.double(), "test_empty"),
+        (of_a_dense_tensor, "test_strides"),
+    ],
 )
-def test_a_kernel_that_hides_what_is_not_finite_is_found(kernel, native_kernels):
+def test_a_kernel_that_is_not_what_its_reference_is_is_found(kernel, test, native_kernels):
     native_kernels("activation", "cpu")
     case = doubled_is(hidden_by_its_kernel)
-    Contract().test_not_finite(case, device="cpu")
+    check = getattr(Contract(), test)
+    check(case, device="cpu")
     with torch.library._scoped_library("contract_faults", "IMPL") as library:
         library.impl(case.name, kernel, "CPU")
-        with pytest.raises(AssertionError, match="in x output 0"):
-            Contract().test_not_finite(case, device="cpu")
+        with pytest.raises(AssertionError, match="in x output 0" if "finite" in test else None):
+            check(case, device="cpu")
 
 
 def turned(x: Tensor, factor: float, power: int, negate: bool) -> Tensor:
