@@ -29,8 +29,19 @@ def _hook_of(*path: str) -> Callable[[Any], None]:
     return change
 
 
+def _bias_of(*path: str) -> Callable[[Any], None]:
+    def change(layer: Any) -> None:
+        linear = layer.get_submodule(".".join(path))
+        linear.bias = nn.Parameter(torch.randn(linear.out_features))
+
+    return change
+
+
 CHANGES = {
     "activation": _activation,
+    "a bias of one projection": _bias_of("self_attn", "k_proj"),
+    "a bias of the gate": _bias_of("mlp", "gate_proj"),
+    "a hook of a projection": _hook_of("self_attn", "k_proj"),
     "a hook of the block": _hook_of("mlp"),
     "a hook of attention": _hook_of("self_attn"),
     "a hook of the second norm": _hook_of("post_attention_layernorm"),
