@@ -72,10 +72,15 @@ def _module(name: str) -> str | None:
             return qualified
     except ImportError:
         pass
+    return next((cls.__module__ for cls in _listed(name)), None)
+
+
+def _listed(name: str) -> Iterator[type]:
+    """The classes in transformers' lists for a type: of a folder of several types, or another
+    type's."""
     import transformers
     from transformers.models.auto import modeling_auto as models
 
-    # a folder of several types, or a type with another one's classes
     for mapping in (
         models.MODEL_MAPPING_NAMES,
         models.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -83,8 +88,7 @@ def _module(name: str) -> str | None:
     ):
         found = mapping.get(name, ())
         for one in (found,) if isinstance(found, str) else found:
-            return str(getattr(transformers, one).__module__)
-    return None
+            yield getattr(transformers, one)
 
 
 def _classes(target: str | type) -> Iterator[type]:
@@ -102,11 +106,7 @@ def _classes(target: str | type) -> Iterator[type]:
     from transformers import PreTrainedModel
 
     module = importlib.import_module(qualified)
-    for cls in vars(module).values():
-        if (
-            isinstance(cls, type)
-            and issubclass(cls, PreTrainedModel)
-            and cls.__module__ == module.__name__
-            and "__init__" in cls.__dict__
-        ):
+    own = (x for x in vars(module).values() if isinstance(x, type) and x.__module__ == qualified)
+    for cls in dict.fromkeys((*own, *_listed(target))):
+        if issubclass(cls, PreTrainedModel) and "__init__" in cls.__dict__:
             yield cls

@@ -83,6 +83,10 @@ def test_what_must_hold_of_a_type_of_each_structure(name):
     assert not failures(name, CHECKS)
 
 
+def test_by_the_name_of_a_type_made_of_another_types_class():
+    assert not failures("shieldgemma2", {"by name": CHECKS["by name"]})
+
+
 @pytest.mark.extra
 def test_every_check_applies_to_gpt2():
     assert not any(dict(outcomes("gpt2", CHECKS | GRAPHS, ROUNDED)).values())
