@@ -65,13 +65,6 @@ def test_it_compiles_to_one_graph_with_the_operators_in_it(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", tiny.ALL)
-@pytest.mark.parametrize("in_graphs", [False, True])
-def test_every_model_compiles(name: str, in_graphs: bool) -> None:
-    check_compiled(name, "aot_eager", in_graphs=in_graphs)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("in_graphs", [False, True])
 def test_inductor_compiles_it(in_graphs: bool) -> None:
     check_compiled("llama", "inductor", in_graphs=in_graphs)

@@ -16,9 +16,10 @@ from must_hold import CHECKS, GRAPHS, ROUNDED, DoesNotApply, in_bfloat16, outcom
 import flexops
 
 STRUCTURES = (
-    "bart", "bert", "cohere", "deepseek_v3", "distilbert", "exaone4", "falcon", "gemma3", "glm4",
-    "gpt2", "gpt_oss", "granite", "llama4_text", "mixtral", "modernbert", "mpt", "olmo2", "opt",
-    "paligemma", "phi", "qwen2_vl", "qwen3_5_text", "roberta", "starcoder2", "t5",
+    "bart", "bert", "cohere", "deepseek_v3", "distilbert", "exaone4", "falcon", "gemma2", "gemma3",
+    "glm4", "gpt2", "gpt_neox", "gpt_oss", "granite", "llama4_text", "mixtral", "modernbert", "mpt",
+    "olmo2", "opt", "paligemma", "phi", "phi3", "qwen2_vl", "qwen3_5_text", "roberta",
+    "starcoder2", "t5", "vit",
 )  # fmt: skip
 """One type of each structure: of norms, blocks, rotary embedding, layers, wrappers, losses."""
 
