@@ -73,17 +73,10 @@ def experts(
     Weights may be the results of parametrizations, such as PEFT's LoRA of parameters: gradients
     reach them.
     """
-    down = module.down_proj
-    x = hidden_states.reshape(-1, hidden_states.shape[-1]).to(down.dtype)
+    x = hidden_states.reshape(-1, hidden_states.shape[-1]).to(module.down_proj.dtype)
     top_k_index = top_k_index.reshape(x.shape[0], -1)
     top_k_weights = top_k_weights.reshape(top_k_index.shape)
-    activation = _standard_activation(module)
-    if activation:
-        out = gated_experts(
-            x, top_k_index, top_k_weights, module.gate_up_proj, down, activation=activation
-        )
-    else:
-        out = _by_flags(module, x, top_k_index, top_k_weights)
+    out = _compute(_parts(module), x, top_k_index, top_k_weights)
     return out.view(hidden_states.shape).to(hidden_states.dtype)
 
 
@@ -112,16 +105,35 @@ Layer = tuple[Tensor, Tensor | None]
 """``[experts, outputs, inputs]``, and the biases."""
 
 
-def _by_steps(
-    x: Tensor,
-    choices: Tensor,
-    weights: Tensor,
-    first: Sequence[Layer],
-    inner: Callable[..., Tensor],
-    last: Layer,
-    norm: Callable[[Tensor], Tensor] | None = None,
-) -> Tensor:
-    """Each product alone: ``norm(last(inner(*first(x))))``."""
+class Parts(NamedTuple):
+    """What experts consist of: the layers of gate and up, packed or apart, or of up alone; that of
+    down; what is between; the activation, if :func:`flexops.gated_experts` computes all; a norm."""
+
+    first: Sequence[Layer]
+    last: Layer
+    inner: Callable[..., Any]
+    kind: Any = ""
+    norm: Any = None
+
+
+def _parts(module: Any) -> Parts:
+    """Of experts with transformers' flags."""
+
+    def layer(name: str) -> Layer:
+        weight, beside = getattr(module, name), f"{name}_bias"
+        bias = getattr(module, beside) if module.has_bias else None
+        return weight.transpose(1, 2) if module.is_transposed else weight, bias
+
+    first = layer("gate_up_proj" if module.has_gate else "up_proj")
+    inner = module._apply_gate if module.has_gate else module.act_fn
+    norm = module.post_expert_norm if _has_norm(module) else None
+    return Parts([first], layer("down_proj"), inner, _standard_activation(module), norm)
+
+
+def _compute(parts: Parts, x: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+    first, last, inner, kind, norm = parts
+    if kind:
+        return gated_experts(x, choices, weights, first[0][0], last[0], activation=kind)
     if not torch.compiler.is_compiling():
         check_choices(choices, len(last[0]))
     order = expert_order(choices, len(last[0]))
@@ -133,21 +145,6 @@ def _by_steps(
     rows = spread_rows(x, order)
     out = linear(inner(*(linear(rows, *one) for one in first)), *last)
     return combine_rows(out if norm is None else norm(out), weights, order)
-
-
-def _by_flags(module: Any, x: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
-    """Experts with biases, with weights stored transposed, without a gate or with one of their
-    own, with a norm behind them."""
-
-    def layer(name: str) -> Layer:
-        weight, beside = getattr(module, name), f"{name}_bias"
-        bias = getattr(module, beside) if module.has_bias else None
-        return weight.transpose(1, 2) if module.is_transposed else weight, bias
-
-    first = layer("gate_up_proj" if module.has_gate else "up_proj")
-    inner = module._apply_gate if module.has_gate else module.act_fn
-    norm = module.post_expert_norm if _has_norm(module) else None
-    return _by_steps(x, choices, weights, [first], inner, layer("down_proj"), norm)
 
 
 # ---- patching ------------------------------------------------------------------------------------
@@ -239,7 +236,8 @@ def dense(module: Any, hidden_states: Tensor) -> Any:
         return second * experts.act_fn(first)
 
     layers = [(one.transpose(1, 2), None) for one in (experts.gate_up_proj, experts.down_proj)]
-    out = _by_steps(x * weights, choices, torch.ones_like(weights), layers[:1], gate, layers[1])
+    parts = Parts(layers[:1], layers[1], gate)
+    out = _compute(parts, x * weights, choices, torch.ones_like(weights))
     return module.shared_expert(x) + out, logits
 
 
@@ -273,10 +271,12 @@ def _grouped_swap(module: Any, transposed: bool) -> Swap:
 
 def grouped(module: Any, x: Tensor, sizes: Any, *, transposed: bool) -> Any:
     """Rows of each expert one behind the other; ``sizes`` is how many each has."""
-    if x.dtype not in DTYPES or (isinstance(sizes, list) and sum(sizes) != len(x)):
+    listed = isinstance(sizes, list) and not torch.compiler.is_compiling()
+    if x.dtype not in DTYPES or (listed and sum(sizes) != len(x)):
         return plain(module, x, sizes)
     weight = module.weight.transpose(1, 2) if transposed else module.weight
-    ends = torch.as_tensor(sizes, device=x.device).cumsum(0).int()
+    sizes = torch.tensor(sizes, device=x.device) if isinstance(sizes, list) else sizes
+    ends = sizes.to(x.device).cumsum(0).int()
     return grouped_linear(x, weight, ends)
 
 
@@ -291,69 +291,61 @@ def grouped_miniature(module: Any, transposed: bool, listed: bool) -> Miniature:
 # ---- experts of classes that do not go through transformers' interface ---------------------------
 
 
-class _Parts(NamedTuple):
-    """What such experts consist of: the weights of gate and up, packed or apart, and of down, each
-    ``[experts, outputs, inputs]``; the activation; whether they are stored transposed."""
-
-    first: tuple[Tensor, ...]
-    last: Tensor
-    act: Callable[[Tensor], Tensor]
-    transposed: bool = False
-
-
-def _parts(module: Any) -> _Parts | None:
-    first, last = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
-    if isinstance(first, Tensor) and isinstance(last, Tensor):  # Step 3.7, LongCat
-        whole = first.dim() == last.dim() == 3
-        return _Parts((first,), last, getattr(module, "act_fn", F.silu)) if whole else None
+def _routed_parts(module: Any) -> Parts | None:
+    act: Any = F.silu
+    first: Any = getattr(module, "gate_up_proj", None)
+    last: Any = getattr(module, "down_proj", None)
     one, two, mlp = map(module._modules.get, ("fc1", "fc2", "mlp"))
-    if one is not None and two is not None and concerns_grouped(one) and concerns_grouped(two):
-        first, last = (part.weight.transpose(1, 2) for part in (one, two))  # Aria
-        return _Parts((first,), last, F.silu, True)
-    flat: list[Any] = [getattr(mlp, name, None) for name in ("w1", "v1", "w2")]  # DBRX
+    flat: list[Any] = [getattr(mlp, name, None) for name in ("w1", "v1", "w2")]
     count = getattr(module, "num_experts", 0)
-    if not count or not all(isinstance(each, Tensor) and each.dim() == 2 for each in flat):
+    apart: list[Any] = []
+    whole = isinstance(first, Tensor) and isinstance(last, Tensor)
+    if whole:  # Step 3.7, LongCat
+        if not first.dim() == last.dim() == 3:
+            return None
+        act = getattr(module, "act_fn", F.silu)
+    elif one is not None and two is not None and concerns_grouped(one) and concerns_grouped(two):
+        first, last = (part.weight.transpose(1, 2) for part in (one, two))  # Aria
+    elif count and all(isinstance(each, Tensor) and each.dim() == 2 for each in flat):  # DBRX
+        first, *apart, last = (each.view(count, -1, each.shape[-1]) for each in flat)
+        last, act = last.transpose(1, 2), getattr(mlp, "activation_fn", F.silu)
+    else:
         return None
-    gate, up, down = (each.view(count, -1, each.shape[-1]) for each in flat)
-    return _Parts((gate, up), down.transpose(1, 2), getattr(mlp, "activation_fn", F.silu), True)
+    own = getattr(module, "_apply_gate", None)
+    kind = _ACTIVATIONS.get(type(act).__name__, "silu" if act is F.silu else "")
+
+    def inner(gate: Tensor, up: Tensor | None = None) -> Any:
+        if kind == "silu":
+            return swiglu(gate, up)
+        gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+        return act(gate) * up
+
+    layers = [(each, None) for each in (first, *apart)]
+    return Parts(layers, (last, None), own or inner, kind if whole and own is None else "")
 
 
 def concerns_routed(module: Any) -> bool:
     """Whether a module has the weights of all experts, and its code goes from one to the next."""
-    return not concerns(module) and _parts(module) is not None
+    return not concerns(module) and _routed_parts(module) is not None
 
 
 def routed(module: Any, hidden_states: Tensor, routing: Tensor, weights: Any = None) -> Any:
     """Such experts. ``routing`` has the choices, or, without ``weights``, what the module's
     ``route_tokens_to_experts`` makes them of. Choices behind the last expert stand for experts that
     return what they read (LongCat)."""
-    found = _parts(module)
-    if found is None or hidden_states.dtype not in DTYPES:
+    parts = _routed_parts(module)
+    if parts is None or hidden_states.dtype not in DTYPES:
         return plain(module, hidden_states, routing, *(() if weights is None else (weights,)))
-    first, last, act, transposed = found
     choices, weights = (
         module.route_tokens_to_experts(routing) if weights is None else (routing, weights)
     )
-    count, kind = len(last), _ACTIVATIONS.get(type(act).__name__, "silu" if act is F.silu else "")
+    (last, _), first = parts.last, [one for one, _ in parts.first]
+    count = len(last)
     if not torch.compiler.is_compiling():
         check_choices(choices, len(first[0]))
-    own, known = getattr(module, "_apply_gate", None), choices.clamp(max=count)
     x = hidden_states.reshape(-1, hidden_states.shape[-1]).to(last.dtype)
-
-    def inner(gate: Tensor, up: Tensor | None = None) -> Any:
-        if own is not None:
-            return own(gate)
-        if kind == "silu":
-            return swiglu(gate, up)
-        gate, up = gate.chunk(2, -1) if up is None else (gate, up)
-        return act(gate) * up
-
-    if own is None and kind and not transposed:
-        which: Any = kind
-        out = gated_experts(x, known, weights, first[0][:count], last, activation=which)
-    else:
-        layers = [(one[:count], None) for one in first]
-        out = _by_steps(x, known, weights, layers, inner, (last, None))
+    parts = parts._replace(first=[(one[:count], None) for one in first])
+    out = _compute(parts, x, choices.clamp(max=count), weights)
     if len(first[0]) > count:
         out = out + x * weights.masked_fill(choices < count, 0.0).sum(-1, keepdim=True).to(x.dtype)
     return out.view(hidden_states.shape).to(hidden_states.dtype)
@@ -367,13 +359,14 @@ def routed_candidates(module: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def routed_miniature(module: Any, shape: tuple[int, ...]) -> Miniature:
-    found = _parts(module)
+    found = _routed_parts(module)
     assert found is not None
-    sizes = small_sizes(*found.last.shape, *(n for one in found.first for n in one.shape))
-    count, width, inner = found.last.shape
+    (last, _), first = found.last, [one for one, _ in found.first]
+    sizes = small_sizes(*(n for one in (last, *first) for n in one.shape))
+    count, width, inner = last.shape
     sizes.setdefault(count * inner, sizes[count] * sizes[inner])  # DBRX's weights are flat
     made = small(module, sizes)
-    total = sizes[len(found.first[0])]
+    total = sizes[len(first[0])]
     x = torch.randn(*shape, sizes[width])
     rows = x.numel() // sizes[width]
     if "route_tokens_to_experts" in dir(module):

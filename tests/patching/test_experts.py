@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import zoo
 from torch import Tensor
 
 import flexops
@@ -295,6 +296,16 @@ def test_experts_of_no_interface(name):
         args[1][0, 0] = 7
         with pytest.raises(ValueError, match="choices must be experts' numbers"):
             module.float()(*args)
+
+
+def test_rows_of_each_expert_in_one_graph():
+    """JetMoE's list of sizes has numbers that a graph does not know."""
+    model = zoo.tiny("jetmoe").eval()
+    tokens = zoo.batch(model, False)["input_ids"]
+    expected = model(tokens).logits
+    flexops.patch(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tokens).logits, expected)
 
 
 def test_experts_with_weights_of_their_own():
