@@ -120,7 +120,7 @@ def _reasons(config: Mapping[str, Any], **wanted: tuple[Any, ...]) -> str:
 def _gptq(version: str) -> Callable[[Mapping[str, Any]], str]:
     def check(config: Mapping[str, Any]) -> str:
         config = {"checkpoint_format": config.get("format", "gptq"), **config}
-        return _reasons(config, bits=(4,), checkpoint_format=(version,))
+        return _reasons(config, bits=(4,), checkpoint_format=(version,), activation=(None,))
 
     return check
 

@@ -654,6 +654,9 @@ BAD: dict[str, tuple[str, dict[str, Any], Change, str]] = {
         "gptq", {"desc_act": True}, _put(f"{DOWN}.g_idx", lambda one: one.flip(0)), "desc_act=False",
     ),
     "8 bits": ("gptq", {"bits": 8}, _drop("nothing"), "bits=8, where 4 is supported"),
+    "quantized activations": (
+        "gptq", {"activation": {"mode": "w4afp8"}}, _drop("nothing"), "where None is supported",
+    ),
     "the layout of a kernel": (
         "gptq", {"checkpoint_format": "marlin"}, _drop("nothing"), "required: compressed-tensors",
     ),
