@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import GenerationError
+
 NAME = "flexops"
 _INPUTS = frozenset(("input_ids", "attention_mask", "position_ids", "past_key_values"))
 _NO_EFFECT = frozenset(("use_cache", "return_dict", "logits_to_keep", "inputs_embeds"))
@@ -48,6 +50,13 @@ def prepare(
             generation_config.num_beams or 1, generation_config.num_return_sequences or 1
         )
         refused = decoder.refusal(model)
+        if asked == NAME and model.config.is_encoder_decoder:
+            raise GenerationError(
+                "a flexops.KVCache has no keys and values of an encoder",
+                found=type(model).__name__,
+                required="a model without one",
+                fix="model.generate(..., cache_implementation='dynamic')",
+            )
         if asked == NAME or (not refused and _fits(model, batch, max_cache_length)):
             cache = decoder.borrow(model, batch, max(max_cache_length, 1))
             if refused or not captures(model.device):

@@ -19,18 +19,19 @@ from .forwards import OfModel
 
 
 def switch(model: Any, reason: str) -> Row | None:
-    """Have a model of transformers that generates use our cache; None if it is none."""
+    """Have a model of transformers that generates use our cache; None if it is none. A model whose
+    steps cannot be captured uses it where it is asked for by name."""
     if not hasattr(model, step.HOOK) or not hasattr(model, "base_model"):
         return None
     if getattr(model, "generation_config", None) is None:
         return None
     register()
     reason = reason or refusal(model)
-    if not reason:
+    if not reason and not is_switched(model):
         inner = model.__dict__.get("forward")
-        if not is_switched(model):
-            model.__dict__["forward"] = OfModel(forward, model, inner=inner)
-        model.__dict__[step.HOOK] = functools.partial(prepare, model, refuse=refusal_now)
+        model.__dict__["forward"] = OfModel(forward, model, inner=inner)
+    refuse = functools.partial(_refused, reason) if reason else refusal_now
+    model.__dict__[step.HOOK] = functools.partial(prepare, model, refuse=refuse)
     return Row(type(model).__name__, 1, "generation: one graph per token", not reason, reason)
 
 
@@ -75,6 +76,12 @@ def heard(model: nn.Module) -> str:
 def refusal_now(model: Any) -> str:
     """The same, with what may change after the patch."""
     return refusal(model) or heard(model)
+
+
+def _refused(reason: str, model: Any) -> str:
+    """As it was when the model was patched."""
+    del model
+    return reason
 
 
 def is_switched(model: Any) -> bool:

@@ -260,6 +260,44 @@ def test_the_cache_implementation_has_a_name() -> None:
     assert isinstance(found.past_key_values, flexops.KVCache)
 
 
+def test_a_model_that_cannot_be_captured_gets_the_cache_that_was_asked_for() -> None:
+    model, inputs = tiny.model("llama").eval(), prompts()
+    flexops.patch(model, generation=False)
+    options = {"cache_implementation": "flexops", "return_dict_in_generate": True}
+    found = plain(model, inputs, **options)
+    assert isinstance(found.past_key_values, flexops.KVCache)
+    assert "generation=False" in step.refusal(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            transformers.T5Config(
+                d_model=16, d_ff=16, num_layers=1, num_heads=2, vocab_size=97,
+                decoder_start_token_id=0,
+            ),
+            "no keys and values of an encoder",
+        ),
+        (
+            transformers.Lfm2Config(
+                **tiny.SIZES, **tiny.WORDS, **tiny.GROUPED, layer_types=["conv", "full_attention"]
+            ),
+            "does not support the layers of Lfm2Config",
+        ),
+    ],
+)  # fmt: skip
+def test_a_cache_that_was_asked_for_is_an_error_where_it_does_not_fit(
+    config: Any, message: str
+) -> None:
+    seq2seq = config.is_encoder_decoder
+    auto: Any = transformers.AutoModelForSeq2SeqLM if seq2seq else transformers.AutoModelForCausalLM
+    model = auto.from_config(config).eval()
+    flexops.patch(model)
+    with pytest.raises(GenerationError, match=message):
+        plain(model, prompts(), cache_implementation="flexops")
+
+
 def test_a_checkpoint_that_names_the_cache_loads_once_attention_is_registered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
