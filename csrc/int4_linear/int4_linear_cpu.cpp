@@ -47,12 +47,11 @@ static inline Number load_number(const Int4View& w, int64_t tile, int64_t group,
   return {load(w.scales, index, w.scale_type), w.zeros ? load(w.zeros, index, w.zero_type) : 8.0f};
 }
 
-alignas(64) constexpr float kCodes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
 /// The codes of 4 bits above the lowest `shift` ones.
 static inline Floats codes_at(Words words, int shift) {
 #if defined(__AVX512F__)
-  return _mm512_maskz_permutexvar_ps(0xffff, (__m512i)(words >> shift), load_floats(kCodes));
+  constexpr Floats kCodes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return _mm512_maskz_permutexvar_ps(0xffff, (__m512i)(words >> shift), kCodes);
 #elif defined(__AVX2__)
   return _mm256_cvtepi32_ps((__m256i)(words >> shift & 15u));
 #else
