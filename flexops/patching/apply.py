@@ -289,7 +289,7 @@ def judge(module: nn.Module, pattern: Pattern) -> tuple[str, Any, str]:
     key = (pattern.part, type(module), code, pattern.key(module))
     candidates = list(pattern.candidates(module))
     chosen, reason = once(key, functools.partial(_verdict, module, pattern, candidates))
-    return candidates[chosen][0], candidates[chosen][1], reason
+    return candidates[chosen][0] or pattern.operator, candidates[chosen][1], reason
 
 
 def _verdict(module: nn.Module, pattern: Pattern, candidates: list[Candidate]) -> tuple[int, str]:

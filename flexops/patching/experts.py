@@ -176,8 +176,9 @@ def variant(module: Any) -> Any:
     return (*flags, _has_norm(module), type(getattr(module, "act_fn", None)))
 
 
-def operator(module: Any) -> str:
-    return "gated_experts" if _standard_activation(module) else "grouped_linear"
+def candidates(module: Any) -> Iterator[tuple[Any, ...]]:
+    name = "gated_experts" if _standard_activation(module) else "grouped_linear"
+    yield name, lambda one: [(one, functools.partial(experts, one))]
 
 
 def _small(module: Any) -> Any:

@@ -38,8 +38,9 @@ from .probe import (
 )
 
 Candidate = tuple[Any, ...]
-"""An operator's name, a function that gives the replacements of ``forward`` for a module and its
-parts, and, where it has to be tried with arguments of its own, one that gives a miniature."""
+"""An operator's name ("" for that of its row), a function that gives the replacements of
+``forward`` for a module and its parts, and, where it has to be tried with arguments of its own, one
+that gives a miniature."""
 
 
 @dataclass(frozen=True)
@@ -115,10 +116,10 @@ def _one(module: Any, forward: Callable[..., Any], **options: Any) -> Swap:
 
 
 def _only(
-    operator: str, swap: Callable[[Any], Swap] | None = None, **named: Any
+    swap: Callable[[Any], Swap] | None = None, **named: Any
 ) -> Callable[[Any], Iterator[Candidate]]:
     """One candidate, whatever the module: ``swap``, or a ``forward`` of its own."""
-    return lambda _: iter([(operator, swap or functools.partial(_one, **named))])
+    return lambda _: iter([("", swap or functools.partial(_one, **named))])
 
 
 # ---- norms ---------------------------------------------------------------------------------------
@@ -463,7 +464,7 @@ PATTERNS: tuple[Pattern, ...] = (
         "activations",
         "bias_gelu / bias_silu",
         lambda module: own_class(module) is nn.Sequential and bool(torch_modules.fused(module)),
-        _only("bias_gelu / bias_silu", forward=torch_modules.sequential),
+        _only(forward=torch_modules.sequential),
         _tiny_sequential,
         differs=lambda module: tuple(
             (type(one), getattr(one, "approximate", "")) for one in torch_modules.fused(module)
@@ -482,7 +483,7 @@ PATTERNS: tuple[Pattern, ...] = (
         "activations",
         "causal_conv1d",
         convolution.is_called,
-        _only("causal_conv1d", convolution.swap),
+        _only(convolution.swap),
         None,
         convolution.refuse,
     ),
@@ -490,7 +491,7 @@ PATTERNS: tuple[Pattern, ...] = (
         "projections",
         "projections of q, k, v as one product",
         projections.concerns,
-        _only("projections of q, k, v as one product", projections.swap),
+        _only(projections.swap),
         None,
         projections.refuse,
     ),
@@ -498,7 +499,7 @@ PATTERNS: tuple[Pattern, ...] = (
         "attention",
         "attention",
         lambda module: own_class(module) is nn.MultiheadAttention,
-        _only("attention", forward=torch_modules.multihead_attention),
+        _only(forward=torch_modules.multihead_attention),
         _tiny_attention,
         _other_attention,
     ),
@@ -506,7 +507,7 @@ PATTERNS: tuple[Pattern, ...] = (
         "experts",
         "gated_experts / grouped_linear",
         experts.concerns,
-        lambda module: _only(experts.operator(module), forward=experts.experts)(module),
+        experts.candidates,
         experts.miniature,
         experts.refuse,
         experts.variant,
@@ -529,7 +530,7 @@ PATTERNS: tuple[Pattern, ...] = (
         "experts",
         "experts by grouped_linear",
         experts.concerns_dense,
-        _only("experts by grouped_linear", forward=experts.dense),
+        _only(forward=experts.dense),
         experts.dense_miniature,
         experts.refuse_dense,
     ),
@@ -537,7 +538,7 @@ PATTERNS: tuple[Pattern, ...] = (
         "rope",
         "rotary_embedding",
         lambda module: rope.original(module) is not None,
-        _only("rotary_embedding", rope.swap),
+        _only(rope.swap),
         None,
         rope.refuse,
     ),

@@ -52,24 +52,12 @@ def _sorted(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
     return _rotated(q, k, cos, sin, dim)
 
 
-def _backward(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
-    return _rotated(q, k, cos, -sin, dim)
-
-
 def _trailing(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
     width = 2 * cos.shape[-1]
     (q, of_q), (k, of_k) = (x.split((x.shape[-1] - width, width), -1) for x in (q, k))
     cos, sin = _twice(cos), _twice(sin)
     of_q, of_k = _rotated(of_q, of_k, cos, sin, dim, True)
     return torch.cat([q, of_q], -1), torch.cat([k, of_k], -1)
-
-
-def _sections(q: Any, k: Any, cos: Any, sin: Any, dim: int, sections: Any) -> Any:
-    cos, sin = (
-        torch.cat([m[i % 3] for i, m in enumerate(table.split(list(sections) * 2, -1))], -1)
-        for table in (cos, sin)
-    )
-    return _rotated(q, k, cos, sin, dim)
 
 
 def _flat(q: Any, k: Any, cos: Any, sin: Any, _: int, __: Any) -> Any:
@@ -82,34 +70,40 @@ def _twice(table: Tensor) -> Tensor:
     return table.repeat_interleave(2, -1)
 
 
-def _pairs(table: Callable[[Tensor], Tensor], heads_last: bool = False) -> Callable[..., Any]:
-    """Pairs are neighbours, by what ``table`` makes of the tables."""
-    return lambda q, k, cos, sin, dim, _: _rotated(
-        q, k, table(cos), table(sin), 2 if heads_last else dim, True
-    )
+def _of_sections(table: Tensor, sections: Any) -> Tensor:
+    parts = table.split(list(sections) * 2, -1)
+    return torch.cat([one[i % 3] for i, one in enumerate(parts)], -1)
 
 
-def _short(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
-    cos, sin = (torch.cat([table, table], -1) for table in (cos, sin))
-    return _rotated(q, k, cos, sin, dim)
+def _by(
+    table: Callable[..., Tensor], interleaved: bool = False, backward: bool = False
+) -> Callable[..., Any]:
+    """By what ``table`` makes of the tables, and of sections where there are any."""
+
+    def rotate(q: Any, k: Any, cos: Any, sin: Any, dim: int, sections: Any) -> Any:
+        more = () if sections is None else (sections,)
+        cos, sin = (table(x, *more) for x in (cos, -sin if backward else sin))
+        return _rotated(q, k, cos, sin, dim, interleaved)
+
+    return rotate
 
 
 _VARIANTS: dict[str, tuple[Callable[..., Any], str, int]] = {
     "half": (_half, "halves", 3),
-    "neighbours": (_pairs(lambda table: table), "neighbours", 3),
+    "neighbours": (_by(lambda x: x, True), "neighbours", 3),
     # pairs are neighbours, and tables those of halves
-    "neighbours of halves": (_pairs(lambda x: _twice(x[..., : x.shape[-1] // 2])), "halves", 3),
+    "neighbours of halves": (_by(lambda x: _twice(x[..., : x.shape[-1] // 2]), True), "halves", 3),
     # neighbours are put half of the width apart, and rotated there: DeepSeek
     "sorted": (_sorted, "halves", 3),
     # tables have each number once: gpt-oss; and for neighbours with heads last: GPT-J
-    "short": (_short, "once", 3),
-    "neighbours short": (_pairs(_twice, True), "once", 3),
+    "short": (_by(lambda x: torch.cat([x, x], -1)), "once", 3),
+    "neighbours short": (_by(_twice, True), "once", 3),
     # by the negative angle: nanochat
-    "backward": (_backward, "halves", 3),
+    "backward": (_by(lambda x: x, backward=True), "halves", 3),
     # neighbours among the last numbers of each head: DeepSeek V4
     "trailing": (_trailing, "few", 3),
     # tables of time, height and width, of each of which a part of the width is taken: Qwen-VL
-    "sections": (_sections, "halves", 4),
+    "sections": (_by(_of_sections), "halves", 4),
     # [length, heads, width] and tables [length, width]: vision
     "flat": (_flat, "halves", 2),
 }
