@@ -404,9 +404,8 @@ def gated_mlp(
 ) -> Any:  # fmt: skip
     """``down(act(gate(x)) * up(x))``; ``names`` are those of gate, up and down, ``drops`` those of
     the rates of dropout before and behind the last layer."""
-    if drops[0]:
-        return NotImplemented
-    if not _is_as_it_was(module, act):
+    drops_inside = drops[0] and module.training and getattr(module, drops[0])
+    if drops_inside or not _is_as_it_was(module, act):
         return NotImplemented
     parts = [getattr(module, name) for name in names]
     if products.takes(x, *parts[:2]):

@@ -529,6 +529,30 @@ def test_dropout_of_a_block_is_that_of_its_class() -> None:
         assert (block(x) == 0).sum() == 0
 
 
+def test_a_gated_block_with_dropout_before_its_last_layer(monkeypatch):
+    """Its own code runs where it drops something. That it computes the same is seen without."""
+
+    class Drops(nn.Module):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.up, self.gate, self.down = (nn.Linear(8, 8) for _ in range(3))
+            self.act, self.dropout, self.factor = nn.SiLU(), 0.5, factor
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.act(self.gate(x)) * self.up(x)
+            y = nn.functional.dropout(y, self.dropout, self.training)
+            return self.factor * self.down(y)
+
+    assert not row_of(Drops(2.0)).swapped
+    block, x = Drops(1.0).eval(), torch.randn(3, 8)
+    expected = block(x)
+    assert row_of(block).swapped
+    monkeypatch.delattr(Drops, "forward")
+    torch.testing.assert_close(block(x), expected)
+    with pytest.raises(NotImplementedError):
+        block.train()(x)
+
+
 @pytest.mark.parametrize("size", [16, 32, 64])
 def test_gated_norms_of_groups_with_a_size(size):
     from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
