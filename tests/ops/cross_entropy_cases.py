@@ -7,6 +7,7 @@ import random
 from typing import NamedTuple
 
 import torch
+from contract import Make, Shape
 from torch import Tensor
 
 from flexops.ops import cross_entropy as module
@@ -14,9 +15,24 @@ from flexops.ops import cross_entropy as module
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
+WIDE = 37
+"""Columns of a layer's weight."""
+
 MOST_ON_CPU = 2**18
 """Elements that a CPU gets: several rows for each thread, whatever the number of classes; more of
 the same shows nothing more, and takes seconds."""
+
+
+def logits_and_target(make: Make, shape: Shape) -> tuple[Tensor, Tensor]:
+    target = make.integers(0, shape[1], shape[0])
+    target[1::5] = -100
+    return make(*shape, scale=2.0), target
+
+
+def layer_inputs(make: Make, shape: Shape) -> tuple[Tensor, ...]:
+    target = make.integers(0, WIDE, shape[0])
+    target[1::5] = -100
+    return make(*shape), make(WIDE, shape[1], scale=shape[1] ** -0.5), target, make(WIDE)
 
 
 class Drawn(NamedTuple):

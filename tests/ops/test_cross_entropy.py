@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import Case, Contract, Make, Refusal, Shape
-from cross_entropy_cases import DTYPES, compare_all
+from cross_entropy_cases import DTYPES, WIDE, compare_all, layer_inputs, logits_and_target
 from torch import Tensor
 
 import flexops
@@ -21,22 +21,9 @@ from flexops.ops import cross_entropy as cross_entropy_module
 from flexops.ops import linear_cross_entropy as linear_module
 
 CLASSES = (1, 2, 3, 10, 33, 100, 1000, 1024, 1025, 1031, 4096, 10007, 32000, 50257)
-WIDE = 37
 
 
 # ---- the contract --------------------------------------------------------------------------------
-
-
-def logits_and_target(make: Make, shape: Shape) -> tuple[Tensor, Tensor]:
-    target = make.integers(0, shape[1], shape[0])
-    target[1::5] = -100
-    return make(*shape, scale=2.0), target
-
-
-def layer_inputs(make: Make, shape: Shape) -> tuple[Tensor, ...]:
-    target = make.integers(0, WIDE, shape[0])
-    target[1::5] = -100
-    return make(*shape), make(WIDE, shape[1], scale=shape[1] ** -0.5), target, make(WIDE)
 
 
 def ours(**options: Any) -> Callable[..., Tensor]:

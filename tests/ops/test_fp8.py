@@ -10,27 +10,15 @@ from typing import Any
 import pytest
 import torch
 from contract import Case, Contract, Make, Refusal, Shape, opchecks
+from quant_cases import DTYPES, SPECIAL
 from torch import Tensor
 
 import flexops
 from flexops.ops import fp8 as fp8_module
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CODES = (E4M3, E5M2, torch.int8)
 LARGEST = {E4M3: 448.0, E5M2: 57344.0, torch.int8: 127.0}
-SPECIAL = (
-    float("nan"),
-    float("inf"),
-    -float("inf"),
-    0.0,
-    -0.0,
-    1e-40,
-    6e-8,
-    65504.0,
-    -65504.0,
-    3.0e38,
-)
 
 
 @pytest.fixture(scope="module")

@@ -3,35 +3,18 @@ values."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from contract import Case, Contract, Make, Refusal, Shape
+from contract import Case, Contract, Refusal
+from cross_entropy_cases import layer_inputs, logits_and_target
+from logprobs_cases import check_draw
 from torch import Tensor
 
 import flexops
-
-sys.path.insert(0, str(Path(__file__).parent))
-from logprobs_cases import check_draw
-
-WIDE = 37
-
-
-def logits_and_target(make: Make, shape: Shape) -> tuple[Tensor, Tensor]:
-    target = make.integers(0, shape[1], shape[0])
-    target[1::5] = -100
-    return make(*shape, scale=2.0), target
-
-
-def layer_inputs(make: Make, shape: Shape) -> tuple[Tensor, ...]:
-    target = make.integers(0, WIDE, shape[0])
-    target[1::5] = -100
-    return make(*shape), make(WIDE, shape[1], scale=shape[1] ** -0.5), target, make(WIDE)
 
 
 def ours(**options: Any) -> Callable[..., Any]:

@@ -7,10 +7,10 @@ import json
 import os
 import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,30 +56,25 @@ def assert_said(result: dict[str, Any], *words: str) -> None:
 # ---- a full disk ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def small_disk(require: Callable[..., None]) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    place = Path(tempfile.mkdtemp(prefix="flexops-small-disk-"))
-    mounted = (
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)],
-            capture_output=True,
-            check=False,
-        ).returncode
-        == 0
-    )
+@contextmanager
+def file_system(require: Callable[..., None], options: str, excuse: str) -> Iterator[Path]:
+    """One in memory, mounted with these options."""
+    place = Path(tempfile.mkdtemp(prefix="flexops-disk-"))
+    command = ["mount", "-t", "tmpfs", "-o", options, "none", str(place)]
+    mounted = completed(command, code=None).returncode == 0
     if not mounted:
         place.rmdir()
     how = "run the tests as root in a container that may mount"
-    require(
-        mounted,
-        "the right to mount a small file system",
-        how,
-        "test_no_room_for_large_files covers full disks",
-    )
+    require(mounted, "the right to mount a small file system", how, excuse)
     yield place
-    subprocess.run(["umount", str(place)], check=True)
+    completed(["umount", place])
     place.rmdir()
+
+
+@pytest.fixture(scope="module")
+def small_disk(require: Callable[..., None]) -> Iterator[Path]:
+    with file_system(require, "size=1m", "test_no_room_for_large_files covers full disks") as place:
+        yield place
 
 
 @pytest.mark.parametrize("free", [0, 4, 8, 16, 32])
@@ -154,27 +149,8 @@ def test_no_room_for_large_files(folder, limit):
 
 @pytest.fixture(scope="module")
 def noexec_disk(require: Callable[..., None]) -> Iterator[Path]:
-    """A file system from which nothing is executed."""
-    place = Path(tempfile.mkdtemp(prefix="flexops-noexec-"))
-    mounted = (
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=16m,noexec", "none", str(place)],
-            capture_output=True,
-            check=False,
-        ).returncode
-        == 0
-    )
-    if not mounted:
-        place.rmdir()
-    require(
-        mounted,
-        "the right to mount a small file system",
-        "run the tests as root in a container that may mount",
-        "most containers may not mount",
-    )
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-    place.rmdir()
+    with file_system(require, "size=16m,noexec", "most containers may not mount") as place:
+        yield place
 
 
 def test_a_cache_where_nothing_may_be_executed(tmp_path, noexec_disk):
