@@ -48,6 +48,10 @@ def run(code: str, *places: Path, cwd: Path | None = None, **environment: str) -
     return done.stdout + done.stderr
 
 
+def pip(words: str, *more: object) -> list[str]:
+    return [sys.executable, "-m", "pip", *words.split(), *map(str, more)]
+
+
 @pytest.fixture
 def package(tmp_path: Path, host_compiler: HostCompiler) -> Path:
     """A copy of the example, to be changed."""
@@ -976,35 +980,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory, host_compiler: HostCompi
     (made,) = (folder / "dist").iterdir()
     assert made.name.startswith("mylib-0.1.0-py3-none-linux_")
     subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "--no-deps",
-            "--target",
-            str(folder / "site"),
-            str(made),
-        ],
+        pip("install -q --no-deps --target", folder / "site", made),
         check=True,
     )
     return folder / "site"
 
 
 def wheel(source: Path, out: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-build-isolation",
-        "--no-deps",
-        "-w",
-        str(out),
-        str(source),
-    ]
+    command = pip("wheel -q --no-build-isolation --no-deps -w", out, source)
     return completed(
         command, env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment}, code=None
     )
@@ -1150,19 +1133,9 @@ def test_a_wheel_that_cannot_be_built_says_why(package, tmp_path):
 
 @pytest.mark.extra
 def test_an_editable_install_compiles_nothing_and_sees_edits(package, tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-build-isolation",
-        "--no-deps",
-        "--target",
-        str(tmp_path / "site"),
-        "-e",
-        str(package),
-    ]
+    command = pip(
+        "install -q --no-build-isolation --no-deps --target", tmp_path / "site", "-e", package
+    )
     completed(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     assert not (package / "mylib" / "_aot").exists()
     seen = f"import site; site.addsitedir({str(tmp_path / 'site')!r})\n"
@@ -1325,18 +1298,9 @@ def test_a_wheel_built_in_isolation(package, tmp_path):
     wheel, and the torch that is here."""
     import torch
 
-    flexops_wheel = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path / "links"),
-        str(REPOSITORY),
-    ]
+    flexops_wheel = pip(
+        "wheel -q --no-deps --no-build-isolation -w", tmp_path / "links", REPOSITORY
+    )
     subprocess.run(flexops_wheel, check=True)
     (tmp_path / "constraint.txt").write_text(f"torch=={torch.__version__}\n")
     # where the build's own environment looks, too
@@ -1347,17 +1311,7 @@ def test_a_wheel_built_in_isolation(package, tmp_path):
         "PIP_FIND_LINKS": links,
     }
     environment.pop("PYTHONPATH", None)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "-w",
-        str(tmp_path / "dist"),
-        str(package),
-    ]
+    command = pip("wheel -q --no-deps -w", tmp_path / "dist", package)
     completed(command, env=environment)
     (made,) = (tmp_path / "dist").iterdir()
     assert made.name.startswith("mylib-0.1.0-py3-none-linux_")

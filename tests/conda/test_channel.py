@@ -52,6 +52,7 @@ def in_prefix(prefix: Path, *command: str, only: bool = False) -> str:
     no compiler say."""
     environment = check.activated(prefix) | ({"PATH": f"{prefix}/bin"} if only else {})
     environment["FLEXOPS_CACHE_DIR"] = str(prefix.parent / "cache")
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # the installer leaves what Python wrote itself
     program = [str(prefix / "bin" / command[0]), *command[1:]]
     done = completed(program, env=environment, cwd=prefix)
     return done.stdout
