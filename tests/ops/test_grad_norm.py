@@ -61,8 +61,9 @@ def test_norm_is_float64s(dtype, norm_type, device):
         wanted = exact(grads, norm_type) if any(grad.numel() for grad in grads) else 0.0
         assert float(norm) == pytest.approx(wanted, rel=2e-6 if norm_type >= 1 else 1e-5)
         with OnReference():
-            # torch adds up powers less exactly
-            assert float(flexops.grad_norm(grads, norm_type)) == pytest.approx(wanted, rel=1e-4)
+            # torch adds up powers less exactly, with one thread all in one sum
+            rel = 1e-4 if norm_type >= 1 else 1e-3
+            assert float(flexops.grad_norm(grads, norm_type)) == pytest.approx(wanted, rel=rel)
 
 
 @ON_BOTH
