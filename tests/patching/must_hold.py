@@ -217,19 +217,19 @@ def on_meta(model, patch):
 
 def by_name(of):
     def check(model, patch):
-        config = copy.deepcopy(model.config)
         try:
             same = rows(patch(of(model))) == rows(patch(of(model)))
-            other = type(model)(config).train()
+            made = type(model)(copy.deepcopy(model.config))
         finally:
             flexops.unpatch(of(model))
-        other.load_state_dict(model.state_dict())
-        patch(model)
+        given = type(model)(copy.deepcopy(model.config))
+        patch(given)
         replaced = [
             {name for name, one in each.named_modules() if "forward" in vars(one)}
-            for each in (model, other)
+            for each in (given, made)
         ]
-        return {**trained(other), "report": same, "replaced": replaced[0] == replaced[1]}
+        zoo.shaken(made).load_state_dict(model.state_dict())
+        return {**trained(made), "report": same, "replaced": replaced[0] == replaced[1]}
 
     return check
 
