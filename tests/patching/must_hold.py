@@ -108,7 +108,7 @@ def inference(**options):
         with torch.inference_mode():
             found = model(**inputs, **options)
         parts = {
-            f"{key} {at}": one
+            f"{key} {at}": one.transpose(1, 2) if "attentions" in key else one
             for key, value in found.items()
             for at, one in enumerate(value if isinstance(value, tuple) else (value,))
             if isinstance(one, Tensor)
