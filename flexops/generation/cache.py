@@ -32,10 +32,11 @@ class KVCache(Cache):
         GenerationError: no such number, or the model has layers that do not keep keys and values
             of all tokens.
 
-    It goes into ``model.generate(..., past_key_values=cache)`` and ``model(...)`` of any model of
-    transformers with attention only. Memory is allocated by the first tokens: of each layer
-    ``2 * batch * max_length * kv_heads * head_dim`` elements of the model's dtype, also of layers
-    with a sliding window. Copies and pickles hold copies of the tokens.
+    It goes into ``model.generate(..., past_key_values=cache)`` (from transformers 5.24 on
+    ``cache=cache``) and ``model(...)`` of any model with attention only. Memory is allocated by the
+    first tokens: of each layer ``2 * batch * max_length * kv_heads * head_dim`` elements of the
+    model's dtype, also of layers with a sliding window. Copies and pickles hold copies of the
+    tokens.
     """
 
     layers: list[Any]

@@ -14,6 +14,7 @@ from ..errors import GenerationError
 from ..ops.next_token import next_token_
 from . import decoder, step
 from .cache import KVCache
+from .model import cache_name
 from .sampling import Sampling
 
 _AHEAD = 8
@@ -229,9 +230,9 @@ class _Run:
                 options["position_ids"] = positions[:, -tokens.shape[1] :]
         output = self.model(
             input_ids=tokens,
-            past_key_values=self.cache,
             use_cache=True,
             return_dict=True,
+            **{cache_name(): self.cache},
             **options,
         )
         found: Tensor = output.logits[:, -1]

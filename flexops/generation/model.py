@@ -4,6 +4,7 @@ graph for each step of it."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 from ..errors import GenerationError
 
 NAME = "flexops"
-_INPUTS = frozenset(("input_ids", "attention_mask", "position_ids", "past_key_values"))
+CACHES = ("cache", "past_key_values")
+"""Names of a model's argument for the cache: from transformers 5.24 on, and before."""
+_INPUTS = frozenset(("input_ids", "attention_mask", "position_ids", *CACHES))
 _NO_EFFECT = frozenset(("use_cache", "return_dict", "logits_to_keep", "inputs_embeds"))
 
 
@@ -23,6 +26,21 @@ def register() -> None:
     module: Any = configuration_utils
     if NAME not in module.ALL_CACHE_IMPLEMENTATIONS:
         module.ALL_CACHE_IMPLEMENTATIONS = (*module.ALL_CACHE_IMPLEMENTATIONS, NAME)
+
+
+@functools.cache
+def cache_name() -> str:
+    """Of the argument, and of the field of the model's output."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    fields = CausalLMOutputWithPast.__dataclass_fields__
+    return next(name for name in CACHES if name in fields)
+
+
+def cache_of(kwargs: Mapping[str, Any]) -> Any:
+    """The cache among a model's arguments, or None."""
+    cache = kwargs.get(CACHES[0])
+    return kwargs.get(CACHES[1]) if cache is None else cache
 
 
 def prepare(
@@ -42,7 +60,7 @@ def prepare(
 
     del refuse  # for step.refusal
     asked = generation_config.cache_implementation
-    given = model_kwargs.get("past_key_values")
+    given = cache_of(model_kwargs)
     automatic = asked is None and captures(model.device) and not generation_config.is_assistant
     if given is None and generation_config.use_cache is not False and (asked == NAME or automatic):
         decoder = decoder_of(model)
@@ -61,7 +79,7 @@ def prepare(
             cache = decoder.borrow(model, batch, max(max_cache_length, 1))
             if refused or not captures(model.device):
                 cache.decoder = None
-            model_kwargs["past_key_values"] = cache
+            model_kwargs[cache_name()] = cache
             return None
     own = type(model)._prepare_cache_for_generation
     result = own(
@@ -105,7 +123,7 @@ def _fits(model: Any, batch: int, length: int) -> bool:
 
 def forward(module: Any, *args: Any, inner: Any = None, **kwargs: Any) -> Any:
     """The model's forward pass; a decode step of ``generate`` by a graph."""
-    cache: Any = kwargs.get("past_key_values")
+    cache = cache_of(kwargs)
     served = getattr(cache, "decoder", None) is not None and not cache.store.bucket
     if served and not args:
         result = _step(module, inner, cache, kwargs)
@@ -150,4 +168,4 @@ def _step(module: Any, inner: Any, cache: Any, kwargs: dict[str, Any]) -> Any:
         return None
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+    return CausalLMOutputWithPast(**{"logits": logits, cache_name(): cache})

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import GenerationError
 from . import chain, state
+from .model import cache_name
 
 _capturing = threading.Lock()
 """torch captures one graph at a time in a process."""
@@ -43,9 +44,9 @@ def logits_of(model: Any, forward: Callable[..., Any], cache: Any, tokens: Tenso
             input_ids=tokens,
             attention_mask=state.nothing_hidden(tokens),
             position_ids=(store.lengths - store.padding).long()[:, None],
-            past_key_values=cache,
             use_cache=True,
             return_dict=True,
+            **{cache_name(): cache},
         )
         missed = state.is_unfinished() or any(layer.pending for layer in cache.layers)
     if missed:

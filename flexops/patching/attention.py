@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .._torch import remove_pre_hook
 from ..build.load import loader
 from ..errors import PatchError
+from ..generation.model import CACHES
 from ..generation.model import register as register_cache
 from ..generation.paged import register_paged
 from ..generation.sources import (
@@ -125,7 +126,7 @@ def hide_nothing(
     padding nor packed sequences."""
     if len(args) > 1 or any(
         kwargs.get(name) is not None
-        for name in ("attention_mask", "position_ids", "past_key_values", "encoder_hidden_states")
+        for name in ("attention_mask", "position_ids", "encoder_hidden_states", *CACHES)
     ):
         return None
     named = map(kwargs.get, ("input_ids", "inputs_embeds", "pixel_values"))

@@ -127,7 +127,8 @@ def rebound(cls: type, kind: str, make: Callable[[Any], dict[str, Any]]) -> Call
         forward: Any = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
         seen = forward.__globals__
         called = {name: seen[name] for name in _names(forward.__code__) if name in seen}
-        known = _rebound[key] = forward, called, _with_names(forward, make(forward))
+        made = _in_place(cls.forward, _with_names(forward, make(forward)))  # type: ignore[attr-defined]
+        known = _rebound[key] = forward, called, made
     return known[2]
 
 
@@ -151,6 +152,21 @@ def _with_names(forward: Any, names: dict[str, Any]) -> Callable[..., Any]:
     )
     made.__kwdefaults__ = forward.__kwdefaults__
     return made
+
+
+def _in_place(outer: Any, made: Callable[..., Any]) -> Callable[..., Any]:
+    """``made`` in the place of what a function wraps. What renames arguments stays around it:
+    transformers 5.24 calls a cache ``cache``, other libraries' code ``past_key_values``."""
+    inner = getattr(outer, "__wrapped__", None)
+    if inner is None:
+        return made
+    made = _in_place(inner, made)
+    if getattr(outer, "__globals__", {}).get("__name__") != "transformers.utils.deprecation":
+        return made
+    cells = (types.CellType(made) if x.cell_contents is inner else x for x in outer.__closure__)
+    return functools.update_wrapper(
+        types.FunctionType(outer.__code__, outer.__globals__, closure=tuple(cells)), made
+    )
 
 
 class OfModel(functools.partial[Any]):

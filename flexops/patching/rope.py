@@ -135,6 +135,7 @@ def _slots(function: Any) -> dict[str, str] | None:
 
 def _original(forward: Any) -> tuple[str, Any] | None:
     """The name and function that a class's code calls."""
+    forward = inspect.unwrap(forward)
     if not isinstance(forward, types.FunctionType):
         return None
     for name in forward.__code__.co_names:
