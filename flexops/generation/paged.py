@@ -75,13 +75,7 @@ def attention(
             required="model.generate_batch, which prepares the cache",
             fix='model.set_attn_implementation("flexops")',
         )
-    if read := keywords_read(module, others):
-        raise PatchError(
-            f"{NAME} does not support a keyword of {type(module).__name__}",
-            found=", ".join(read),
-            required="keywords that do not change attention",
-            fix='model.set_attn_implementation("paged|sdpa")',
-        )
+    _check_keywords(module, others)
     # The cache keeps and gathers keys by it. A module may have one that it does not use.
     width = cache.sliding_windows[module.layer_idx]
     width = None if width == 1 else width
@@ -116,6 +110,39 @@ def attention(
     )
     assert isinstance(result, Tensor)
     return result, None
+
+
+def _check_keywords(module: Any, others: dict[str, Any]) -> None:
+    if read := keywords_read(module, others):
+        raise PatchError(
+            f"{NAME} does not support a keyword of {type(module).__name__}",
+            found=", ".join(read),
+            required="keywords that do not change attention",
+            fix='model.set_attn_implementation("sdpa")',
+        )
+
+
+def gathered(
+    module: Any, new: tuple[Tensor, ...], named: dict[str, Any], window: int | None, **options: Any
+) -> Tensor:
+    """Attention of continuous batching from transformers 5.23 on: the model has updated the cache,
+    and ``new``, its query, key and value, has all keys of each sequence."""
+    _check_keywords(module, named)
+    kinds = getattr(module.config, "layer_types", None) or {}
+    if kinds and kinds[module.layer_idx] != "sliding_attention":
+        window = None  # a module may have one that it does not use
+    result = _packed(
+        *(x[0].transpose(0, 1) for x in new),
+        causal=True,
+        window=(window - 1, 0) if window else (-1, -1),
+        cu_seqlens_q=named["cu_seq_lens_q"].int(),
+        cu_seqlens_k=named["cu_seq_lens_k"].int(),
+        max_seqlen_q=named["max_length_q"],
+        max_seqlen_k=named["max_length_k"],
+        **options,
+    )
+    assert isinstance(result, Tensor)
+    return result
 
 
 def _by_tables(

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from .._torch import remove_pre_hook
 from ..build.load import loader
 from ..errors import PatchError
+from ..generation import paged
 from ..generation.model import CACHES
 from ..generation.model import register as register_cache
-from ..generation.paged import register_paged
 from ..generation.sources import (
     code_of,
     eager_of,
@@ -61,7 +61,7 @@ def register_attention() -> None:
     for name, function in ((NAME, attention), (PACKED, packed_attention)):
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, mask)
-    register_paged()
+    paged.register_paged()
     register_cache()
 
 
@@ -214,6 +214,10 @@ def attention(
             sinks=s_aux, rotary=take_rotary(),
         )  # fmt: skip
         return found, None
+    if others.get("write_index") is not None:
+        options = {"scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+        new = query, key, value
+        return paged.gathered(module, new, others, sliding_window, **options)[None], None
     causal = (
         is_causal if is_causal is not None else getattr(module, "is_causal", True)
     ) and query.shape[2] > 1

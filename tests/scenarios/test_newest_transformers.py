@@ -18,6 +18,8 @@ TESTS = (
     "generation/test_model.py::test_the_rest_of_generate_stays_outside",
     "generation/test_model.py::test_what_cannot_be_captured_runs_as_before",
     "generation/test_model.py::test_transformers_own_loop_replays_steps[llama-left]",
+    "generation/test_paged.py::"
+    "test_a_patched_model_gives_the_tokens_of_plain_transformers[Exaone4-more3]",
 )
 
 
