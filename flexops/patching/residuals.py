@@ -13,7 +13,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +42,22 @@ from .probe import (
 
 _OUT = ""
 _OPERATOR = "add_rms_norm / add_layer_norm"
-Structure = tuple[str, dict[str, tuple[str, int, bool]]]
-"""The norm that reads a layer's input, and of each part whose result is added: the norm that reads
-the sum ("" where it is the layer's result), how many sums there are before, and whether the norm's
-result takes the sum's place."""
+
+
+class Structure(NamedTuple):
+    """What a layer adds.
+
+    Attributes:
+        entry: the norm that reads the layer's input.
+        replaces: that norm's result takes the input's place.
+        sums: of each part whose result is added: the norm that reads the sum ("" where it is the
+            layer's result), how many sums there are before, and whether the norm's result takes the
+            sum's place.
+    """
+
+    entry: str = ""
+    replaces: bool = False
+    sums: dict[str, tuple[str, int, bool]] = {}  # noqa: RUF012 (never changed)
 
 
 def is_norm(module: Any) -> bool:
@@ -132,7 +144,7 @@ class _Watch(TorchFunctionMode):
         self.sums: dict[int, tuple[str, int]] = {}
         self.normed: dict[int, str] = {}
         self.found: dict[str, tuple[str, int, bool]] = {}
-        self.entry = ""
+        self.entry, self.entry_replaces = "", False
         self.order: list[str] = []
 
     def __torch_function__(
@@ -145,18 +157,23 @@ class _Watch(TorchFunctionMode):
         known = [self.origin[id(x)] for x in args if id(x) in self.origin]
         if func.__name__ in forwards.SUMS and len(args) == 2:
             for x in args:
-                self._replaces(x)
+                self.replaces(x)
             if known:
                 name, sums = max(known, key=lambda one: self.order.index(one[0]))
                 self.sums[id(result)], self.origin[id(result)] = (name, sums), (name, sums + 1)
-        elif known and func.__name__ in forwards.KEPT:
-            self.origin[id(result)] = known[0]
+        elif func.__name__ in forwards.KEPT:
+            tables: tuple[dict[int, Any], ...] = (self.origin, self.normed)
+            for names in tables:
+                if found := [names[id(x)] for x in args if id(x) in names]:
+                    names[id(result)] = found[0]
         return result
 
-    def _replaces(self, x: Any) -> None:
+    def replaces(self, x: Any) -> None:
         """A norm's result that is added to is the stream."""
         site = self.normed.get(id(x))
-        if site is not None and site in self.found:
+        if site == self.entry and site:
+            self.entry_replaces = True
+        elif site in self.found:
             self.found[site] = (*self.found[site][:2], True)
 
     def part(self, name: str, x: Any, result: Any, norm: bool) -> None:
@@ -166,6 +183,8 @@ class _Watch(TorchFunctionMode):
             site, skip = self.sums[id(x)]
             self.found[site] = (name, skip, False)
             self.normed[id(first)] = site
+        elif norm and name == self.entry:
+            self.normed[id(first)] = name
         self.order.append(name)
         self.origin[id(first)] = (name, 0)
 
@@ -188,21 +207,25 @@ def _watched(layer: Any, args: Any, kwargs: Any, norms: list[str]) -> Structure:
     with watch:
         result = layer(*args, **kwargs)
     result = result[0] if isinstance(result, tuple) else result
-    watch._replaces(result)
+    watch.replaces(result)
     if id(result) in watch.sums:
         site, skip = watch.sums[id(result)]
         watch.found.setdefault(site, (_OUT, skip, False))
-    return watch.entry, watch.found
+    return Structure(watch.entry, watch.entry_replaces, watch.found)
 
 
-def _sites(layer: Any, structure: Structure, after: Any, last: bool = False) -> Swap:
+def _sites(
+    layer: Any, structure: Structure, after: Any, last: bool = False, replaces: bool = False
+) -> Swap:
     swaps = []
-    for name, (norm, skip, stream) in structure[1].items():
+    for name, (norm, skip, stream) in structure.sums.items():
         part = getattr(layer, name)
         target = getattr(layer, norm) if norm else after
         if target is None or not is_norm(target):
             continue
-        site = forwards.Site(target, skip, stream, None if norm else layer, last and not norm)
+        outer = not norm  # the sum is the layer's result
+        owner, stream = layer if outer else None, stream or (outer and replaces)
+        site = forwards.Site(target, skip, stream, owner, last and outer)
         inner = part.__dict__.get("forward")
         if function_of(part) is forwards.added:
             inner = inner.keywords.get("inner")
@@ -219,7 +242,7 @@ def _structure(layer: Any) -> tuple[Structure, str]:
 def _watch(layer: Any) -> tuple[Structure, str]:
     reason = foreign(own_class(layer)) or foreign(own_class(layer).__dict__["forward"])
     if reason:
-        return ("", {}), reason
+        return Structure(), reason
     norms = {name: part for name, part in layer._modules.items() if is_norm(part)}
     others = [
         name
@@ -230,7 +253,7 @@ def _watch(layer: Any) -> tuple[Structure, str]:
         and _may_give_tuple(part)
     ]
     if len(others) > 4:
-        return ("", {}), "it has more parts than a layer with a residual"
+        return Structure(), "it has more parts than a layer with a residual"
 
     def swapped(tiny: Any) -> Swap:
         swaps: Swap = []
@@ -261,12 +284,12 @@ def _watch(layer: Any) -> tuple[Structure, str]:
                 parts: Any = {} if tiny is None else tiny._modules
                 called = (x for x in others if x in parts and parts[x].called)
                 tried.append((inputs, {x: kinds[x] for x in called}))
-            if found[1]:
+            if found.sums:
                 return found, disagreement(make, swapped)
             ran = ran or found
     if ran is not None or not _adds(own_class(layer)):
-        return ran or ("", {}), "no norm reads a sum that it makes"
-    return ("", {}), reason
+        return ran or Structure(), "no norm reads a sum that it makes"
+    return Structure(), reason
 
 
 def _adds(cls: Any) -> bool:
@@ -285,6 +308,8 @@ def key(layer: Any) -> Any:
 
 def _looks(module: Any, norm: Callable[[Any], Any] = is_norm) -> bool:
     """A layer: norms beside other parts, and no model."""
+    if module is None:
+        return False
     parts = [part for part in module._modules.values() if part is not None]
     norms = sum(bool(norm(part)) for part in parts)
     return (
@@ -310,13 +335,13 @@ def patch(model: nn.Module, wanted: bool, in_graphs: bool) -> Iterator[Row]:
         structure, reason = _structure(layer)
         if not reason:
             after = following.get(id(layer))
-            entry = after is not None and getattr(after, _entry(after), None)
-            last = is_norm(after)
-            sites = _sites(layer, structure, after if last else entry, last)
+            last, behind = is_norm(after), _structure(after)[0] if _looks(after) else Structure()
+            reader = after if last else getattr(after, behind.entry or " ", None)
+            sites = _sites(layer, structure, reader, last, behind.replaces)
             reason = "" if sites else "no norm reads a sum that it makes"
             for part, forward in () if reason else sites:
                 part.__dict__["forward"] = forward
-        elif not structure[1] and not class_of(layer).__name__.endswith("Layer"):
+        elif not structure.sums and not class_of(layer).__name__.endswith("Layer"):
             continue
         yield Row(class_of(layer).__name__, 1, _operator(layer), not reason, reason)
 
@@ -325,10 +350,6 @@ def _operator(layer: Any) -> str:
     """What its norms become with the addition before them."""
     kinds = [part.__dict__["forward"].func for part in layer.children() if is_norm(part)]
     return " / ".join(f"add_{one.__name__}" for one in forwards.NORMS if one in kinds)
-
-
-def _entry(layer: Any) -> str:
-    return (_looks(layer) and _structure(layer)[0][0]) or " "
 
 
 def _following(model: nn.Module) -> Iterator[tuple[int, Any]]:
