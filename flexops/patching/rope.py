@@ -167,7 +167,8 @@ def replaced(function: Any, kind: str) -> Callable[..., Any]:
         if at == 0 and dims == 3 and cos.dim() == 2:  # the same for all of the batch: Pixtral
             cos, sin, at = cos[None], sin[None], 1
         fits = cos.dim() == dims and q.dim() == (3 if dims == 2 else 4)
-        fits = fits and (alone or k is not None)  # Qwen 4's function may get queries only
+        # Qwen 4 rotates queries alone; under autocast Zaya has keys of another dtype
+        fits = fits and (alone or (k is not None and k.dtype == q.dtype))
         if at not in (1, 2) or not fits or not {q.dtype, cos.dtype} <= _DTYPES:
             return function(*args, **kwargs)
         if alone:

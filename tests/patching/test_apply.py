@@ -110,9 +110,9 @@ def test_in_bfloat16_it_is_no_further_from_the_truth(name: str, device: str) -> 
     assert sum(patched.values()) < 1.2 * sum(plain.values()), (patched, plain)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "minimax"])
-def test_under_autocast_norms_that_no_layer_reads_give_float32(name):
-    """The last norm, and those whose result takes the place of the sum (MiniMax)."""
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_under_autocast_the_last_norm_gives_float32(name):
+    """It reads a sum in float32, which no linear layer reads next."""
     model = zoo.tiny(name).base_model.eval()
     tokens = torch.arange(3, 21).view(2, 9)
     with torch.no_grad():

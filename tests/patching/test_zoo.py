@@ -88,6 +88,12 @@ def test_by_the_name_of_a_type_made_of_another_types_class():
     assert not failures("shieldgemma2", {"by name": CHECKS["by name"]})
 
 
+@pytest.mark.parametrize("name", ["minimax", "zaya"])
+def test_under_autocast(name):
+    """MiniMax adds to norms' results, which are the stream; Zaya's keys are in float32."""
+    assert not failures(name, {}, "autocast")
+
+
 @pytest.mark.extra
 def test_every_check_applies_to_gpt2():
     assert not any(dict(outcomes("gpt2", CHECKS | GRAPHS, ROUNDED)).values())
