@@ -14,7 +14,7 @@ from ..errors import GenerationError
 from ..ops.next_token import next_token_
 from . import decoder, step
 from .cache import KVCache
-from .model import cache_name
+from .names import cache_name
 from .sampling import Sampling
 
 _AHEAD = 8

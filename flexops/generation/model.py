@@ -4,17 +4,15 @@ graph for each step of it."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import GenerationError
+from .names import CACHES, cache_name, cache_of
 
 NAME = "flexops"
-CACHES = ("cache", "past_key_values")
-"""Names of a model's argument for the cache: from transformers 5.24 on, and before."""
 _INPUTS = frozenset(("input_ids", "attention_mask", "position_ids", *CACHES))
 _NO_EFFECT = frozenset(("use_cache", "return_dict", "logits_to_keep", "inputs_embeds"))
 
@@ -26,21 +24,6 @@ def register() -> None:
     module: Any = configuration_utils
     if NAME not in module.ALL_CACHE_IMPLEMENTATIONS:
         module.ALL_CACHE_IMPLEMENTATIONS = (*module.ALL_CACHE_IMPLEMENTATIONS, NAME)
-
-
-@functools.cache
-def cache_name() -> str:
-    """Of the argument, and of the field of the model's output."""
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
-    fields = CausalLMOutputWithPast.__dataclass_fields__
-    return next(name for name in CACHES if name in fields)
-
-
-def cache_of(kwargs: Mapping[str, Any]) -> Any:
-    """The cache among a model's arguments, or None."""
-    cache = kwargs.get(CACHES[0])
-    return kwargs.get(CACHES[1]) if cache is None else cache
 
 
 def prepare(

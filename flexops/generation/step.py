@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import GenerationError
 from . import chain, state
-from .model import cache_name
+from .names import cache_name
 
 _capturing = threading.Lock()
 """torch captures one graph at a time in a process."""

@@ -109,6 +109,9 @@ def _call(
     eps: float, offset: float, activation: str | None, residual: Tensor | None, early: bool,
 ) -> tuple[Any, tuple[Any, ...]]:  # fmt: skip
     """The operator and its arguments, from the public ones."""
+    if not isinstance(x, Tensor):
+        kinds = "float16 or bfloat16"
+        raise TypeError(f"{_NAME}: x must be a {kinds} tensor, got {type(x).__name__}")
     for name, given in (("weights", weights), ("biases", biases)):
         if not isinstance(given, Sequence):
             raise TypeError(
@@ -137,7 +140,7 @@ def _call(
             "flexops.few_rows_linear: weights of 4 bits must have one group size, all or none of"
             f" them zero points, and {TILE_N} n rows but for the last one; fix: a call for each"
         )
-    if not isinstance(x, Tensor) or not all(streams(x, one) for one in weights):
+    if not all(streams(x, one) for one in weights):
         _check_composed(x, weights, biases, norm, residual, kind, width)
         return reference, (x, weights, biases, *rest, early)
     packed, scales, zeros = ([one[i] for one in weights] for i in range(3))

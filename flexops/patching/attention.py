@@ -17,8 +17,8 @@ from .._torch import remove_pre_hook
 from ..build.load import loader
 from ..errors import PatchError
 from ..generation import paged
-from ..generation.model import CACHES
 from ..generation.model import register as register_cache
+from ..generation.names import CACHES
 from ..generation.sources import (
     code_of,
     eager_of,

@@ -309,8 +309,8 @@ def swap(module: Any) -> list[tuple[nn.Module, Callable[..., Any]]]:
         if one is not module and one is not found and any(part is found for part in one.modules())
     )
     options: dict[str, Any] = {"holders": holders} if holders else {}
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    if "CrossEntropyLoss" in getattr(code, "co_names", ()):
+    codes = [inspect.unwrap(type(one).forward) for one in (module, *holders)]
+    if any("CrossEntropyLoss" in one.__code__.co_names for one in codes if inspect.isfunction(one)):
         options["in_graphs"] = False  # of such a module torch.compile makes a function of tensors
     return [
         (module, _Model(model, module, **options)),

@@ -15,6 +15,7 @@ from flexops.generation import state as stepping
 from flexops.generation.layers import Store
 from flexops.generation.state import state
 from flexops.ops import few_rows, few_rows_chain
+from flexops.ops._register import references_only
 from flexops.ops.few_rows_chain import Phase
 from flexops.patching import Int4Config
 
@@ -38,7 +39,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def steps(model: Any) -> tuple[Tensor, Tensor]:
-    """The tokens of a few steps, and the logits of each."""
+    """The tokens of a few steps, and the logits of each, by the references: kernels for the CPU sum
+    in another order than that of the chain."""
     tokens, logits = torch.arange(3, 21).view(2, 9), []
     own = step.logits_of
 
@@ -46,7 +48,7 @@ def steps(model: Any) -> tuple[Tensor, Tensor]:
         logits.append(own(*args))
         return logits[-1]
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, references_only():
         patch.setattr(step, "logits_of", kept)
         found = flexops.generate(model, tokens, max_new_tokens=NEW, eos_token_id=())
     return found, torch.stack(logits)
