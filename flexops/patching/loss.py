@@ -25,6 +25,8 @@ from ..ops.linear_cross_entropy import linear_cross_entropy
 from .forwards import OfModel, plain
 
 _DEFERS = "_flexops_defers"
+_NOT_TRACED = ({"CrossEntropyLoss"}, {"functional", "tanh"}, {"F", "tanh"})
+"""Names in a module's code of what torch.compile makes a function of tensors."""
 _CONVERSIONS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -310,8 +312,9 @@ def swap(module: Any) -> list[tuple[nn.Module, Callable[..., Any]]]:
     )
     options: dict[str, Any] = {"holders": holders} if holders else {}
     codes = [inspect.unwrap(type(one).forward) for one in (module, *holders)]
-    if any("CrossEntropyLoss" in one.__code__.co_names for one in codes if inspect.isfunction(one)):
-        options["in_graphs"] = False  # of such a module torch.compile makes a function of tensors
+    named = [{*one.__code__.co_names} for one in codes if inspect.isfunction(one)]
+    if any(some <= names for some in _NOT_TRACED for names in named):
+        options["in_graphs"] = False
     return [
         (module, _Model(model, module, **options)),
         (found, functools.partial(head, found)),

@@ -94,6 +94,14 @@ def test_under_autocast(name):
     assert not failures(name, {}, "autocast")
 
 
+@pytest.mark.parametrize(
+    "name", ["recurrent_gemma", pytest.param("pix2struct", marks=pytest.mark.extra)]
+)
+def test_heads_whose_loss_torch_compile_cannot_trace(name):
+    """One calls ``nn.functional.tanh``, the other's decoder ``nn.CrossEntropyLoss``."""
+    assert not failures(name, {"graph": GRAPHS["graph"]})
+
+
 @pytest.mark.extra
 def test_every_check_applies_to_gpt2():
     assert not any(dict(outcomes("gpt2", CHECKS | GRAPHS, ROUNDED)).values())
