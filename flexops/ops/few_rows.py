@@ -109,9 +109,7 @@ def _call(
     eps: float, offset: float, activation: str | None, residual: Tensor | None, early: bool,
 ) -> tuple[Any, tuple[Any, ...]]:  # fmt: skip
     """The operator and its arguments, from the public ones."""
-    if not isinstance(x, Tensor):
-        kinds = "float16 or bfloat16"
-        raise TypeError(f"{_NAME}: x must be a {kinds} tensor, got {type(x).__name__}")
+    check_tensor(_NAME, "x", x, (torch.float16, torch.bfloat16))
     for name, given in (("weights", weights), ("biases", biases)):
         if not isinstance(given, Sequence):
             raise TypeError(
@@ -171,7 +169,6 @@ def _check_composed(
     residual: Tensor | None, activation: int, width: int,
 ) -> None:  # fmt: skip
     """The declaration's checks, and those of the operator, which are not called."""
-    check_tensor(_NAME, "x", x, (torch.float16, torch.bfloat16))
     check_rows(x, len(weights), len(biases), activation)
     of_biases = (
         (f"biases[{i}]", bias, [weight.n])

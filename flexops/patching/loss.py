@@ -312,7 +312,7 @@ def swap(module: Any) -> list[tuple[nn.Module, Callable[..., Any]]]:
     )
     options: dict[str, Any] = {"holders": holders} if holders else {}
     codes = [inspect.unwrap(type(one).forward) for one in (module, *holders)]
-    named = [{*one.__code__.co_names} for one in codes if inspect.isfunction(one)]
+    named: list[set[str]] = [{*one.__code__.co_names} for one in codes if inspect.isfunction(one)]
     if any(some <= names for some in _NOT_TRACED for names in named):
         options["in_graphs"] = False
     return [
