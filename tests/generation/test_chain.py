@@ -15,8 +15,8 @@ from flexops.generation import state as stepping
 from flexops.generation.layers import Store
 from flexops.generation.state import state
 from flexops.ops import few_rows, few_rows_chain
-from flexops.ops._register import references_only
 from flexops.ops.few_rows_chain import Phase
+from flexops.ops.int4_linear import product_reference
 from flexops.patching import Int4Config
 
 NEW = 5
@@ -39,8 +39,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def steps(model: Any) -> tuple[Tensor, Tensor]:
-    """The tokens of a few steps, and the logits of each, by the references: kernels for the CPU sum
-    in another order than that of the chain."""
+    """The tokens of a few steps, and the logits of each. Products of 4 bits are computed by the
+    chain's reference; kernels for the CPU sum in another order."""
     tokens, logits = torch.arange(3, 21).view(2, 9), []
     own = step.logits_of
 
@@ -48,8 +48,9 @@ def steps(model: Any) -> tuple[Tensor, Tensor]:
         logits.append(own(*args))
         return logits[-1]
 
-    with pytest.MonkeyPatch.context() as patch, references_only():
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "logits_of", kept)
+        patch.setattr(few_rows, "int4_linear", product_reference)
         found = flexops.generate(model, tokens, max_new_tokens=NEW, eos_token_id=())
     return found, torch.stack(logits)
 
