@@ -127,7 +127,8 @@ def rebound(cls: type, kind: str, make: Callable[[Any], dict[str, Any]]) -> Call
         forward: Any = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
         seen = forward.__globals__
         called = {name: seen[name] for name in _names(forward.__code__) if name in seen}
-        made = _in_place(cls.forward, _with_names(forward, make(forward)))  # type: ignore[attr-defined]
+        ours = _with_names(forward, make(forward))
+        made = _in_place(cls.forward, ours)  # type: ignore[attr-defined]
         known = _rebound[key] = forward, called, made
     return known[2]
 

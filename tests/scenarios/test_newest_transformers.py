@@ -1,5 +1,5 @@
-"""``pip install transformers`` gives a newer one than the test environment's: its first release that
-calls a model's cache ``cache``, and wraps what reads ``past_key_values``."""
+"""``pip install transformers`` gives a newer one than the test environment's: its first release
+that calls a model's cache ``cache``, and wraps what reads ``past_key_values``."""
 
 from __future__ import annotations
 
