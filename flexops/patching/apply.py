@@ -323,6 +323,9 @@ def _unknown(module: nn.Module) -> str:
         return ""
     if isinstance(module, (nn.ModuleDict, nn.ModuleList)):
         return "its parts have weights of their own; grouped products require one tensor of them"
+    parts = list(module.children())
+    if parts and all(map(_find, parts)):
+        return ""  # they have rows
     return "its structure is none that flexops knows"
 
 

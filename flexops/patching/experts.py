@@ -4,16 +4,15 @@ products, and nothing of tokens x k x hidden written twice."""
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..nn.linears import DTYPES
-from ..ops.activation import swiglu
 from ..ops.experts import (
     add_bias,
     check_choices,
@@ -30,14 +29,15 @@ from .probe import (
     Swap,
     is_transformers,
     linear,
+    own_class,
     parameter,
     small,
     small_sizes,
 )
 
 NAME = "flexops"
-_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-"""What transformers' decorator ``use_experts_implementation`` gives a class."""
+_FLAGS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+"""What transformers' decorator ``use_experts_implementation`` gives a class, and its defaults."""
 _REPLACEABLE = (None, "eager", "grouped_mm", "batched_mm", NAME)
 _ACTIVATIONS = {
     "SiLU": "silu",
@@ -64,7 +64,8 @@ def experts(
         module: the experts' module: its 3-D weights, flags and activation.
         hidden_states: ``[tokens, hidden]``.
         top_k_index: ``[tokens, k]``, the numbers of each token's experts; ``num_experts`` leaves
-            a choice out.
+            a choice out. Of experts with gate and up, but without down (LongCat), the result is
+            what they read.
         top_k_weights: ``[tokens, k]``.
 
     Returns:
@@ -74,10 +75,23 @@ def experts(
     reach them.
     """
     x = hidden_states.reshape(-1, hidden_states.shape[-1]).to(module.down_proj.dtype)
-    top_k_index = top_k_index.reshape(x.shape[0], -1)
-    top_k_weights = top_k_weights.reshape(top_k_index.shape)
-    out = _compute(_parts(module), x, top_k_index, top_k_weights)
+    choices = top_k_index.reshape(x.shape[0], -1)
+    weights = top_k_weights.reshape(choices.shape)
+    parts, count = _parts(module), len(module.down_proj)
+    first, biases = parts.first
+    if len(first) == count:
+        out = _compute(parts, x, choices, weights)
+    else:
+        if not torch.compiler.is_compiling():
+            check_choices(choices, len(first))
+        parts = parts._replace(first=(first[:count], biases))
+        own = weights.masked_fill(choices < count, 0.0).sum(-1, keepdim=True)
+        out = _compute(parts, x, choices.clamp(max=count), weights) + x * own.to(x.dtype)
     return out.view(hidden_states.shape).to(hidden_states.dtype)
+
+
+def _flag(module: Any, name: str) -> Any:
+    return getattr(module, name, _FLAGS[name])
 
 
 def _has_norm(module: Any) -> bool:
@@ -87,18 +101,21 @@ def _has_norm(module: Any) -> bool:
 
 def _standard_activation(module: Any) -> Any:
     """The activation of experts that are act(gate) * up and nothing else; "" for others."""
-    # of a package, whose modules are loaded lazily, torch.compile of torch 2.11 imports nothing
-    from transformers.integrations.moe import _default_apply_gate
-
     standard = (
-        module.has_gate
-        and not module.has_bias
-        and not module.is_transposed
-        and module.is_concatenated
+        all(_flag(module, name) == usual for name, usual in _FLAGS.items())
         and not _has_norm(module)
-        and type(module)._apply_gate is _default_apply_gate
+        and _has_usual_gate(module)
     )
     return _ACTIVATIONS.get(type(module.act_fn).__name__, "") if standard else ""
+
+
+def _has_usual_gate(module: Any) -> bool:
+    return getattr(type(module), "_apply_gate", _gate).__name__ in ("_gate", "_default_apply_gate")
+
+
+def _gate(module: Any, packed: Tensor) -> Any:
+    gate, up = packed.chunk(2, -1)
+    return module.act_fn(gate) * up
 
 
 Layer = tuple[Tensor, Tensor | None]
@@ -106,10 +123,10 @@ Layer = tuple[Tensor, Tensor | None]
 
 
 class Parts(NamedTuple):
-    """What experts consist of: the layers of gate and up, packed or apart, or of up alone; that of
+    """What experts consist of: the layer of gate and up, or of up alone; that of
     down; what is between; the activation, if :func:`flexops.gated_experts` computes all; a norm."""
 
-    first: Sequence[Layer]
+    first: Layer
     last: Layer
     inner: Callable[..., Any]
     kind: Any = ""
@@ -117,23 +134,23 @@ class Parts(NamedTuple):
 
 
 def _parts(module: Any) -> Parts:
-    """Of experts with transformers' flags."""
-
     def layer(name: str) -> Layer:
         weight, beside = getattr(module, name), f"{name}_bias"
-        bias = getattr(module, beside) if module.has_bias else None
-        return weight.transpose(1, 2) if module.is_transposed else weight, bias
+        bias = getattr(module, beside) if _flag(module, "has_bias") else None
+        return weight.transpose(1, 2) if _flag(module, "is_transposed") else weight, bias
 
-    first = layer("gate_up_proj" if module.has_gate else "up_proj")
-    inner = module._apply_gate if module.has_gate else module.act_fn
+    gated = _flag(module, "has_gate")
+    first = layer("gate_up_proj" if gated else "up_proj")
+    own = getattr(module, "_apply_gate", functools.partial(_gate, module))
     norm = module.post_expert_norm if _has_norm(module) else None
-    return Parts([first], layer("down_proj"), inner, _standard_activation(module), norm)
+    inner = own if gated else module.act_fn
+    return Parts(first, layer("down_proj"), inner, _standard_activation(module), norm)
 
 
 def _compute(parts: Parts, x: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
     first, last, inner, kind, norm = parts
     if kind:
-        return gated_experts(x, choices, weights, first[0][0], last[0], activation=kind)
+        return gated_experts(x, choices, weights, first[0], last[0], activation=kind)
     if not torch.compiler.is_compiling():
         check_choices(choices, len(last[0]))
     order = expert_order(choices, len(last[0]))
@@ -143,7 +160,7 @@ def _compute(parts: Parts, x: Tensor, choices: Tensor, weights: Tensor) -> Tenso
         return out if bias is None else add_bias(out, bias, order)
 
     rows = spread_rows(x, order)
-    out = linear(inner(*(linear(rows, *one) for one in first)), *last)
+    out = linear(inner(linear(rows, *first)), *last)
     return combine_rows(out if norm is None else norm(out), weights, order)
 
 
@@ -151,28 +168,37 @@ def _compute(parts: Parts, x: Tensor, choices: Tensor, weights: Tensor) -> Tenso
 
 
 def concerns(module: Any) -> bool:
-    """Whether it is experts whose class goes through transformers' interface."""
-    return all(isinstance(getattr(module, flag, None), bool) for flag in _FLAGS) and hasattr(
-        module, "down_proj"
-    )
+    """Whether it is experts whose class goes through transformers' interface, or might: it has the
+    weights of all, and is called with choices and their weights (Step 3.7, LongCat)."""
+    if all(isinstance(getattr(module, flag, None), bool) for flag in _FLAGS):
+        return hasattr(module, "down_proj")
+    if not _are_whole(module) or not hasattr(module, "act_fn"):
+        return False
+    return len(inspect.signature(own_class(module).__dict__["forward"]).parameters) == 4
+
+
+def _are_whole(module: Any) -> bool:
+    weights = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
+    return all(isinstance(one, Tensor) and one.dim() == 3 for one in weights)
 
 
 def refuse(module: Any) -> str:
     """Why experts stay as they are; "" if they need not."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as functions
-
-    chosen = getattr(module.config, "_experts_implementation", None)
+    chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
     if chosen not in _REPLACEABLE:
         return f"the model was told to use {chosen}"
-    if chosen in functions and chosen != NAME and not is_transformers(functions[chosen]):
-        return f"another function was registered as its experts, {chosen}"
+    if chosen not in (None, NAME):
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as functions
+
+        if chosen in functions and not is_transformers(functions[chosen]):
+            return f"another function was registered as its experts, {chosen}"
     if module.down_proj.dim() != 3:
         return "its weights are not one 3-D tensor each"
     return ""
 
 
 def variant(module: Any) -> Any:
-    flags = (getattr(module, flag) for flag in _FLAGS)
+    flags = (_flag(module, name) for name in _FLAGS)
     return (*flags, _has_norm(module), type(getattr(module, "act_fn", None)))
 
 
@@ -191,18 +217,15 @@ def _small(module: Any) -> Any:
     return small(module, sizes, **given)
 
 
-def _choices(rows: int, count: int, other: int = 0) -> tuple[Tensor, Tensor]:
-    """Of the first and the last expert, and another, with weights."""
-    chosen = [[0, count - 1]] * (rows - 2) + [[count - 1, other]] * 2
-    return torch.tensor(chosen), torch.rand(rows, 2)
-
-
 def miniature(module: Any) -> Miniature:
     """With experts that are not chosen, with the class's own (eager) code."""
     made = _small(module)
-    made.config._experts_implementation_internal = "eager"
-    count, width = made.down_proj.shape[0], made.down_proj.shape[2 if module.is_transposed else 1]
-    return made, (torch.randn(LENGTH, width), *_choices(LENGTH, count)), {}
+    if hasattr(made, "config"):
+        made.config._experts_implementation_internal = "eager"
+    count, width = len(made.down_proj), made.down_proj.shape[1 + _flag(module, "is_transposed")]
+    every = count if not _flag(module, "has_gate") else len(made.gate_up_proj)
+    chosen = [[0, count - 1]] * (LENGTH - 2) + [[count - 1, every - 1 if every > count else 0]] * 2
+    return made, (torch.randn(LENGTH, width), torch.tensor(chosen), torch.rand(LENGTH, 2)), {}
 
 
 # ---- blocks that give every token to every expert ------------------------------------------------
@@ -212,9 +235,9 @@ def concerns_dense(module: Any) -> bool:
     """Whether a block's own code computes all experts of each token, of which a router's scores
     take one: Llama 4."""
     experts = getattr(module, "experts", None)
-    weights = [getattr(experts, name, None) for name in ("gate_up_proj", "down_proj")]
     return (
-        all(isinstance(one, Tensor) and one.dim() == 3 for one in weights)
+        isinstance(experts, nn.Module)
+        and _are_whole(experts)
         and not concerns(experts)
         and isinstance(getattr(module, "router", None), nn.Module)
         and isinstance(getattr(module, "shared_expert", None), nn.Module)
@@ -230,14 +253,9 @@ def dense(module: Any, hidden_states: Tensor) -> Any:
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     scores, logits = module.router(x)
     weights, choices = scores.max(1, keepdim=True)
-    experts = module.experts
-
-    def gate(packed: Tensor) -> Any:
-        first, second = packed.chunk(2, -1)
-        return second * experts.act_fn(first)
-
-    layers = [(one.transpose(1, 2), None) for one in (experts.gate_up_proj, experts.down_proj)]
-    parts = Parts(layers[:1], layers[1], gate)
+    both = module.experts.gate_up_proj, module.experts.down_proj
+    first, last = ((one.transpose(1, 2), None) for one in both)
+    parts = Parts(first, last, functools.partial(_gate, module.experts))
     out = _compute(parts, x * weights, choices, torch.ones_like(weights))
     return module.shared_expert(x) + out, logits
 
@@ -287,90 +305,3 @@ def grouped_miniature(module: Any, transposed: bool, listed: bool) -> Miniature:
     sizes = [LENGTH - 2, *[0] * (count - 2), 2]
     x = torch.randn(LENGTH, outputs if transposed else inputs)
     return made, (x, sizes if listed else torch.tensor(sizes)), {}
-
-
-# ---- experts of classes that do not go through transformers' interface ---------------------------
-
-
-def _routed_parts(module: Any) -> Parts | None:
-    act: Any = F.silu
-    first: Any = getattr(module, "gate_up_proj", None)
-    last: Any = getattr(module, "down_proj", None)
-    one, two, mlp = map(module._modules.get, ("fc1", "fc2", "mlp"))
-    flat: list[Any] = [getattr(mlp, name, None) for name in ("w1", "v1", "w2")]
-    count = getattr(module, "num_experts", 0)
-    apart: list[Any] = []
-    whole = isinstance(first, Tensor) and isinstance(last, Tensor)
-    if whole:  # Step 3.7, LongCat
-        if not first.dim() == last.dim() == 3:
-            return None
-        act = getattr(module, "act_fn", F.silu)
-    elif one is not None and two is not None and concerns_grouped(one) and concerns_grouped(two):
-        first, last = (part.weight.transpose(1, 2) for part in (one, two))  # Aria
-    elif count and all(isinstance(each, Tensor) and each.dim() == 2 for each in flat):  # DBRX
-        first, *apart, last = (each.view(count, -1, each.shape[-1]) for each in flat)
-        last, act = last.transpose(1, 2), getattr(mlp, "activation_fn", F.silu)
-    else:
-        return None
-    own = getattr(module, "_apply_gate", None)
-    kind = _ACTIVATIONS.get(type(act).__name__, "silu" if act is F.silu else "")
-
-    def inner(gate: Tensor, up: Tensor | None = None) -> Any:
-        if kind == "silu":
-            return swiglu(gate, up)
-        gate, up = gate.chunk(2, -1) if up is None else (gate, up)
-        return act(gate) * up
-
-    layers = [(each, None) for each in (first, *apart)]
-    return Parts(layers, (last, None), own or inner, kind if whole and own is None else "")
-
-
-def concerns_routed(module: Any) -> bool:
-    """Whether a module has the weights of all experts, and its code goes from one to the next."""
-    return not concerns(module) and _routed_parts(module) is not None
-
-
-def routed(module: Any, hidden_states: Tensor, routing: Tensor, weights: Any = None) -> Any:
-    """Such experts. ``routing`` has the choices, or, without ``weights``, what the module's
-    ``route_tokens_to_experts`` makes them of. Choices behind the last expert stand for experts that
-    return what they read (LongCat)."""
-    parts = _routed_parts(module)
-    if parts is None or hidden_states.dtype not in DTYPES:
-        return plain(module, hidden_states, routing, *(() if weights is None else (weights,)))
-    choices, weights = (
-        module.route_tokens_to_experts(routing) if weights is None else (routing, weights)
-    )
-    (last, _), first = parts.last, [one for one, _ in parts.first]
-    count = len(last)
-    if not torch.compiler.is_compiling():
-        check_choices(choices, len(first[0]))
-    x = hidden_states.reshape(-1, hidden_states.shape[-1]).to(last.dtype)
-    parts = parts._replace(first=[(one[:count], None) for one in first])
-    out = _compute(parts, x, choices.clamp(max=count), weights)
-    if len(first[0]) > count:
-        out = out + x * weights.masked_fill(choices < count, 0.0).sum(-1, keepdim=True).to(x.dtype)
-    return out.view(hidden_states.shape).to(hidden_states.dtype)
-
-
-def routed_candidates(module: Any) -> Iterator[tuple[Any, ...]]:
-    """Tokens in rows, and in rows of rows."""
-    for shape in ((LENGTH,), (2, LENGTH)):
-        make = functools.partial(routed_miniature, module, shape)
-        yield "grouped_linear", lambda one: [(one, functools.partial(routed, one))], make
-
-
-def routed_miniature(module: Any, shape: tuple[int, ...]) -> Miniature:
-    found = _routed_parts(module)
-    assert found is not None
-    (last, _), first = found.last, [one for one, _ in found.first]
-    sizes = small_sizes(*(n for one in (last, *first) for n in one.shape))
-    count, width, inner = last.shape
-    sizes.setdefault(count * inner, sizes[count] * sizes[inner])  # DBRX's weights are flat
-    made = small(module, sizes)
-    total = sizes[len(first[0])]
-    x = torch.randn(*shape, sizes[width])
-    rows = x.numel() // sizes[width]
-    if "route_tokens_to_experts" in dir(module):
-        return made, (x, torch.randn(rows, total)), {}
-    other = total - 1 if total > sizes[count] else 0
-    return made, (x, *_choices(rows, sizes[count], other)), {}

@@ -521,13 +521,6 @@ PATTERNS: tuple[Pattern, ...] = (
     ),
     Pattern(
         "experts",
-        "gated_experts / grouped_linear",
-        lambda module: experts.concerns_routed(module) and len(_arguments(module)) > 1,
-        experts.routed_candidates,
-        None,
-    ),
-    Pattern(
-        "experts",
         "experts by grouped_linear",
         experts.concerns_dense,
         _only(forward=experts.dense),
