@@ -394,9 +394,11 @@ Act = tuple[str, Any]
 its code calls a function."""
 
 
-def _is_as_it_was(module: Any, act: Act) -> bool:
+def _is_as_it_was(module: Any, act: Act, rates: tuple[str, ...] = ()) -> bool:
     """Whether the activation is still that one, it has no hooks; and whether no dropout does
-    something, or has hooks."""
+    something, of these rates either, or has hooks."""
+    if module.training and any(getattr(module, name) for name in rates):
+        return False
     for one in module._modules.values():
         if isinstance(one, nn.Dropout) and ((one.training and one.p) or not is_unheard(one)):
             return False
@@ -406,23 +408,14 @@ def _is_as_it_was(module: Any, act: Act) -> bool:
     return type(found) is act[1] and (not isinstance(found, nn.Module) or is_unheard(found))
 
 
-_NONE = ("", "")
-
-
-def _drop(module: Any, x: Tensor, name: str) -> Tensor:
-    """Dropout with the rate of this name."""
-    return F.dropout(x, getattr(module, name), module.training) if name else x
-
-
 @of_tensor
 def gated_mlp(
     module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, str, str],
-    drops: tuple[str, str] = _NONE,
+    rates: tuple[str, ...] = (),
 ) -> Any:  # fmt: skip
-    """``down(act(gate(x)) * up(x))``; ``names`` are those of gate, up and down, ``drops`` those of
-    the rates of dropout before and behind the last layer."""
-    drops_inside = drops[0] and module.training and getattr(module, drops[0])
-    if drops_inside or not _is_as_it_was(module, act):
+    """``down(act(gate(x)) * up(x))``; ``names`` are those of gate, up and down, ``rates`` those of
+    dropout."""
+    if not _is_as_it_was(module, act, rates):
         return NotImplemented
     parts = [getattr(module, name) for name in names]
     if products.takes(x, *parts[:2]):
@@ -431,19 +424,20 @@ def gated_mlp(
             return products.product(inner, (parts[2],), ends=True)
         return parts[2](inner)
     if not torch.compiler.is_compiling() and (y := fp8.gated_mlp(x, parts, kind)) is not None:
-        return _drop(module, y, drops[1])
+        return y
     gate, up = pair(x, parts[0], parts[1])
     if gate.dtype not in _DTYPES or gate.dtype != up.dtype or type(gate) is not Tensor:
         return NotImplemented
-    return _drop(module, _down(parts[2], kind, gate, up), drops[1])
+    return _down(parts[2], kind, gate, up)
 
 
 @of_tensor
 def packed_mlp(
-    module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, str], gate_first: bool = True
-) -> Any:
+    module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, str],
+    gate_first: bool = True, rates: tuple[str, ...] = (),
+) -> Any:  # fmt: skip
     """The same with gate and up in one product: ``names`` are those of that layer and of down."""
-    if not _is_as_it_was(module, act):
+    if not _is_as_it_was(module, act, rates):
         return NotImplemented
     both = getattr(module, names[0])(x)
     if both.dtype not in _DTYPES or type(both) is not Tensor:
@@ -460,12 +454,12 @@ _BIASED = {"silu": bias_silu, "relu2": bias_relu2}
 @of_tensor
 def mlp(
     module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, ...],
-    drops: tuple[str, str] = _NONE,
+    rates: tuple[str, ...] = (),
 ) -> Any:  # fmt: skip
     """``second(act(first(x)))``, the first one's bias added where the activation reads it;
     ``names`` are those of the two layers, or of the first."""
     first = getattr(module, names[0])
-    usual = x.dtype in _DTYPES and _is_as_it_was(module, act) and is_bare(first, LINEARS)
+    usual = x.dtype in _DTYPES and _is_as_it_was(module, act, rates) and is_bare(first, LINEARS)
     if not usual or (first.bias is None and kind != "relu2"):
         return NotImplemented
     y = F.linear(x, first.weight if isinstance(first, nn.Linear) else first.weight.t())
@@ -473,5 +467,4 @@ def mlp(
         y = _BIASED[kind](y, first.bias)
     else:
         y = bias_gelu(y, first.bias, kind)  # type: ignore[arg-type]
-    y = _drop(module, y, drops[0])
-    return y if len(names) == 1 else _drop(module, getattr(module, names[1])(y), drops[1])
+    return y if len(names) == 1 else getattr(module, names[1])(y)

@@ -330,12 +330,11 @@ def _block_candidates(module: Any) -> Iterator[Candidate]:
             fits = len(names) == 1 or (len(names) == 2 and inner == last)
             if fits and (kind == "relu2" or linears[names[0]].bias is not None):
                 found.append((biased, forwards.mlp, {}))
-            options = {"kind": kind, "act": (name, type(act)), "names": names}
+            options: dict[str, Any] = {"kind": kind, "act": (name, type(act)), "names": names}
             rates = [one for one, p in vars(module).items() if "drop" in one and type(p) is float]
+            options |= {"rates": tuple(rates)} if rates else {}
             for operator, forward, more in found:
-                for drops in itertools.product(("", *rates), repeat=2):
-                    given = {**options, **more} | ({"drops": drops} if any(drops) else {})
-                    yield operator, functools.partial(_one, forward=forward, **given)
+                yield operator, functools.partial(_one, forward=forward, **options, **more)
 
 
 def _tiny_block(module: Any) -> Miniature:

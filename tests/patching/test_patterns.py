@@ -526,7 +526,8 @@ def test_sections_that_the_function_is_given():
 
 
 def test_dropout_of_a_block_is_that_of_its_class() -> None:
-    """SeedOss drops what a gated block gives, ProphetNet what a plain one multiplies, too."""
+    """SeedOss drops what a gated block gives, ProphetNet what a plain one multiplies, too: their
+    own code runs there."""
     for name in ("seed_oss", "prophetnet"):
         model = zoo.tiny(name)
         block = next(one for one in model.modules() if re.search("MLP|FeedFor", type(one).__name__))
