@@ -39,7 +39,7 @@ def _rotated(q: Any, k: Any, cos: Any, sin: Any, dim: int, interleaved: bool = F
     return q.transpose(1, 2), k.transpose(1, 2)
 
 
-def _half(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
+def _half(q: Any, k: Any, cos: Any, sin: Any, dim: int) -> Any:
     later = getattr(cos, _TABLES, None)
     if later is not None:  # a decode step: attention rotates what it appends
         state.rotate_later(*later)
@@ -47,12 +47,12 @@ def _half(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
     return _rotated(q, k, cos, sin, dim)
 
 
-def _sorted(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
+def _sorted(q: Any, k: Any, cos: Any, sin: Any, dim: int) -> Any:
     q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
     return _rotated(q, k, cos, sin, dim)
 
 
-def _trailing(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
+def _trailing(q: Any, k: Any, cos: Any, sin: Any, dim: int) -> Any:
     width = 2 * cos.shape[-1]
     (q, of_q), (k, of_k) = (x.split((x.shape[-1] - width, width), -1) for x in (q, k))
     cos, sin = _twice(cos), _twice(sin)
@@ -60,7 +60,7 @@ def _trailing(q: Any, k: Any, cos: Any, sin: Any, dim: int, _: Any) -> Any:
     return torch.cat([q, of_q], -1), torch.cat([k, of_k], -1)
 
 
-def _flat(q: Any, k: Any, cos: Any, sin: Any, _: int, __: Any) -> Any:
+def _flat(q: Any, k: Any, cos: Any, sin: Any, _: int) -> Any:
     q, k = rotary_embedding(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None])
     return q[0].transpose(0, 1), k[0].transpose(0, 1)
 
@@ -70,20 +70,11 @@ def _twice(table: Tensor) -> Tensor:
     return table.repeat_interleave(2, -1)
 
 
-def _of_sections(table: Tensor, sections: Any) -> Tensor:
-    parts = table.split(list(sections) * 2, -1)
-    return torch.cat([one[i % 3] for i, one in enumerate(parts)], -1)
+def _by(table: Callable[[Tensor], Tensor], interleaved: bool = False) -> Callable[..., Any]:
+    """By what ``table`` makes of the tables."""
 
-
-def _by(
-    table: Callable[..., Tensor], interleaved: bool = False, backward: bool = False
-) -> Callable[..., Any]:
-    """By what ``table`` makes of the tables, and of sections where there are any."""
-
-    def rotate(q: Any, k: Any, cos: Any, sin: Any, dim: int, sections: Any) -> Any:
-        more = () if sections is None else (sections,)
-        cos, sin = (table(x, *more) for x in (cos, -sin if backward else sin))
-        return _rotated(q, k, cos, sin, dim, interleaved)
+    def rotate(q: Any, k: Any, cos: Any, sin: Any, dim: int) -> Any:
+        return _rotated(q, k, table(cos), table(sin), dim, interleaved)
 
     return rotate
 
@@ -99,17 +90,15 @@ _VARIANTS: dict[str, tuple[Callable[..., Any], str, int]] = {
     "short": (_by(lambda x: torch.cat([x, x], -1)), "once", 3),
     "neighbours short": (_by(_twice, True), "once", 3),
     # by the negative angle: nanochat
-    "backward": (_by(lambda x: x, backward=True), "halves", 3),
+    "backward": (lambda q, k, cos, sin, dim: _rotated(q, k, cos, -sin, dim), "halves", 3),
     # neighbours among the last numbers of each head: DeepSeek V4
     "trailing": (_trailing, "few", 3),
-    # tables of time, height and width, of each of which a part of the width is taken: Qwen-VL
-    "sections": (_by(_of_sections), "halves", 4),
     # [length, heads, width] and tables [length, width]: vision
     "flat": (_flat, "halves", 2),
 }
-"""Each takes (q, k, cos, sin, unsqueeze_dim, sections); with how its tables repeat their numbers,
-and how many dimensions they have."""
-_NAMES = ("q", "k", "cos", "sin", "unsqueeze_dim", "mrope_section")
+"""Each takes (q, k, cos, sin, unsqueeze_dim); with how its tables repeat their numbers, and how
+many dimensions they have."""
+_NAMES = ("q", "k", "cos", "sin", "unsqueeze_dim")
 
 
 def _signature(function: Any) -> inspect.Signature:
@@ -125,8 +114,7 @@ def _slots(function: Any) -> dict[str, str] | None:
     """Which of a function's arguments stands for which of ours; None if it has none of them."""
     found = {}
     for name in _signature(function).parameters:
-        kind = "mrope_section" if "section" in name else name.split("_")[0][:3].strip("_")
-        kind = "unsqueeze_dim" if name == "unsqueeze_dim" else kind
+        kind = name if name == "unsqueeze_dim" else name.split("_")[0][:3]
         kind = {"que": "q", "xq": "q", "xk": "k", "key": "k", "x": "q", "ten": "q"}.get(kind, kind)
         if kind in _NAMES:
             found[kind] = name
@@ -162,7 +150,7 @@ def replaced(function: Any, kind: str) -> Callable[..., Any]:
     def rotate(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(order, args, strict=False)) | kwargs
         found: list[Any] = [given.get(slots.get(name, "")) for name in _NAMES]
-        q, k, cos, sin, at, sections = found
+        q, k, cos, sin, at = found
         at = dim if at is None else at
         if at == 0 and dims == 3 and cos.dim() == 2:  # the same for all of the batch: Pixtral
             cos, sin, at = cos[None], sin[None], 1
@@ -172,8 +160,8 @@ def replaced(function: Any, kind: str) -> Callable[..., Any]:
         if at not in (1, 2) or not fits or not {q.dtype, cos.dtype} <= _DTYPES:
             return function(*args, **kwargs)
         if alone:
-            return ours(q, q[:, :0] if at == 1 else q[:, :, :0], cos, sin, at, sections)[0]
-        return ours(q, k, cos, sin, at, sections)
+            return ours(q, q[:, :0] if at == 1 else q[:, :, :0], cos, sin, at)[0]
+        return ours(q, k, cos, sin, at)
 
     return rotate
 
@@ -185,16 +173,14 @@ class _Rotation(nn.Module):
         super().__init__()
         self.function, self.partial = function, partial
 
-    def forward(
-        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, call: Any = None, sections: Any = None
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, call: Any = None) -> Tensor:
         slots, found = _slots(self.function) or {}, []
         few = cos.shape[-1] // 4
         for partial in (False, True)[: 2 if self.partial else 1]:
             tables = {"cos": cos.detach(), "sin": sin.detach()}
             if partial:
                 tables = {name: one[..., :few].repeat(1, 1, 2) for name, one in tables.items()}
-            given = {"q": q, "k": k, **tables, "mrope_section": sections}
+            given = {"q": q, "k": k, **tables}
             named = {slots[name]: value for name, value in given.items() if name in slots}
             made = (call or self.function)(**named)
             found += [made] if isinstance(made, Tensor) else list(made)
@@ -204,15 +190,14 @@ class _Rotation(nn.Module):
 def _variants(function: Any) -> Iterator[str]:
     slots = _slots(function) or {}
     for kind, (_, __, dims) in _VARIANTS.items():
-        flat = dims == 2 and ("unsqueeze_dim" in slots or "k" not in slots)
-        if not flat and ("mrope_section" in slots) == (dims == 4):
+        if dims == 3 or ("unsqueeze_dim" not in slots and "k" in slots):
             yield kind
 
 
 def _miniature(function: Any, kind: str) -> Miniature:
     slots, signature = _slots(function) or {}, _signature(function)
     _, repeats, dims = _VARIANTS[kind]
-    angles = torch.rand(*(3, 2)[4 - dims :], LENGTH, WIDTH // 2) * 6.3
+    angles = torch.rand(*(2,)[3 - dims :], LENGTH, WIDTH // 2) * 6.3
     if repeats == "halves":
         angles = torch.cat([angles, angles], -1)
     elif repeats == "neighbours":
@@ -226,7 +211,6 @@ def _miniature(function: Any, kind: str) -> Miniature:
         "unsqueeze_dim" in slots and signature.parameters["unsqueeze_dim"].default == 2
     ):
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-    options = {"sections": (1, 1, 2)} if dims == 4 else {}
     args, made = (q, k, angles.cos(), angles.sin()), _Rotation(function)
     if repeats == "halves" and dims == 3:
         try:
@@ -234,7 +218,7 @@ def _miniature(function: Any, kind: str) -> Miniature:
             made.partial = True
         except (RuntimeError, IndexError, ValueError):  # it rotates all of a head
             pass
-    return made, args, options
+    return made, args, {}
 
 
 def kind_of(function: Any) -> str | None:

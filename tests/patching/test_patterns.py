@@ -509,22 +509,6 @@ def test_a_rotary_function_may_get_queries_only() -> None:
     torch.testing.assert_close(rope.replaced(rotate, kind)(q, **tables), rotate(q, **tables))
 
 
-def test_sections_that_the_function_is_given():
-    """As Qwen-VL's function took them before they became the tables' own."""
-
-    def rotate(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
-        cos, sin = (
-            torch.cat([one[i % 3] for i, one in enumerate(table.split(mrope_section * 2, -1))], -1)
-            for table in (cos, sin)
-        )
-        return llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-
-    assert rope.kind_of(rotate) == "sections"
-    q, k, angles = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 5, 16), torch.rand(3, 2, 5, 8)
-    args = q, k, *(f(torch.cat([angles, angles], -1)) for f in (torch.cos, torch.sin)), [2, 3, 3]
-    torch.testing.assert_close(rope.replaced(rotate, "sections")(*args), rotate(*args))
-
-
 def test_dropout_of_a_block_is_that_of_its_class() -> None:
     """SeedOss drops what a gated block gives, ProphetNet what a plain one multiplies, too: their
     own code runs there."""
