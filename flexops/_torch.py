@@ -212,10 +212,15 @@ def register_flops(formulas: Callable[[], dict[Any, Callable[..., int]]]) -> Non
         except (ImportError, TypeError):  # an older torch, whose counter cannot be read
             return
 
-    if "torch.utils.flop_counter" in sys.modules:
-        tell()
+    after_import("torch.utils.flop_counter", tell)
+
+
+def after_import(module: str, act: Callable[[], None]) -> None:
+    """Do something as soon as a module is imported."""
+    if module in sys.modules:
+        act()
     else:
-        sys.meta_path.insert(0, _Afterwards("torch.utils.flop_counter", tell))
+        sys.meta_path.insert(0, _Afterwards(module, act))
 
 
 class _Afterwards:

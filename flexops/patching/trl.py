@@ -10,8 +10,7 @@ are not changed.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import after_import
 from ..nn.linears import function_of
 from ..ops.linear_logprobs import with_statistics
 from .loss import head
@@ -89,35 +89,15 @@ def _has_our_head(model: Any) -> bool:
     return found is not None and function_of(found) is head
 
 
+@functools.cache
 def install() -> None:
     """Replace TRL's function, now or when its module is imported."""
-    if _MODULE in sys.modules:
-        _replace(sys.modules[_MODULE])
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    after_import(_MODULE, _replace)
 
 
-def _replace(module: Any) -> None:
+def _replace() -> None:
     """TRL without this function, older or newer, computes as it does."""
+    module = sys.modules[_MODULE]
     original = getattr(module, _NAME, None)
     if original is not None and not isinstance(original, ChunkedLogProbs):
         setattr(module, _NAME, ChunkedLogProbs(original))
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Waits for one module, and goes."""
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != _MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                run(module)
-                _replace(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
