@@ -35,15 +35,12 @@ from ..report import Row
 from .probe import (
     LENGTH,
     WIDTH,
-    Miniature,
-    Swap,
     bare,
-    disagreement,
+    difference,
     foreign,
     is_transformers,
     once,
     own_class,
-    parameter,
 )
 
 NAME = "flexops"
@@ -478,11 +475,7 @@ def _refusal(model: Any, part: Any) -> str:
     if any(isinstance(one, ast.keyword) and one.arg in REJECTED for one in ast.walk(code_of(cls))):
         return "it selects keys itself"
 
-    def swap(tiny: Any) -> Swap:
-        return [(tiny, functools.partial(tiny.forward, ours=True))]
-
-    make = functools.partial(_miniature, part)
-    return once((cls, eager_of(cls)), lambda: disagreement(make, swap))
+    return once((cls, eager_of(cls)), functools.partial(_differs, part))
 
 
 def _is_transformers_sdpa() -> bool:
@@ -492,39 +485,29 @@ def _is_transformers_sdpa() -> bool:
     return all(is_transformers(one["sdpa"]) for one in (functions, masks))
 
 
-class _Attending(nn.Module):
-    """A call of a class's plain attention function, or of ours, without padding: what is probed."""
+def _differs(part: Any) -> str:
+    """What a class's plain attention function computes, without padding, that ours does not."""
+    made, eager = bare(part), eager_of(type(part))
+    groups = min(getattr(part, "num_key_value_groups", 1), 2)
+    made.head_dim, made.num_key_value_groups = WIDTH, groups
+    causal = getattr(part, "is_causal", False)
+    options: dict[str, Any] = {"scaling": WIDTH**-0.5, "dropout": 0.0}
+    if "softcap" in inspect.signature(eager).parameters:
+        options["softcap"] = 0.7
 
-    def __init__(self, part: Any) -> None:
-        super().__init__()
-        self.part, self.eager = bare(part), eager_of(type(part))
-        self.part.head_dim, groups = WIDTH, _groups(part)
-        if hasattr(part, "num_key_value_groups"):
-            self.part.num_key_value_groups = groups
-        if part._parameters.get("sinks") is not None:
-            self.part.sinks = parameter(2 * groups)
+    def call(function: Any, ours: dict[str, Any], *tensors: Tensor) -> Any:
+        q, k, v, *sinks = tensors
+        mask = _as_numbers(None, True, None, q, k) if causal and not ours else None
+        given = {**options, **ours}
+        if sinks:
+            made.__dict__["sinks"] = given["s_aux"] = sinks[0]
+        return function(made, q, k, v, mask, **given)[0]
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, ours: bool = False) -> Tensor:
-        causal, sinks = getattr(self.part, "is_causal", False), getattr(self.part, "sinks", None)
-        options: dict[str, Any] = {} if sinks is None else {"s_aux": sinks}
-        if "softcap" in inspect.signature(self.eager).parameters:
-            options["softcap"] = 0.7
-        if ours:
-            function, mask = attention, None
-            options["is_causal"] = causal
-        else:
-            function = self.eager
-            mask = _as_numbers(None, True, None, query, key) if causal else None
-        result: Tensor = function(
-            self.part, query, key, value, mask, scaling=WIDTH**-0.5, dropout=0.0, **options
-        )[0]
-        return result
+    def inputs() -> tuple[Tensor, ...]:
+        heads = (2 * groups, 2, 2)
+        sinks = part._parameters.get("sinks") is not None
+        x = [torch.randn(2, n, LENGTH, WIDTH) for n in heads]
+        return (*x, torch.randn(2 * groups)) if sinks else tuple(x)
 
-
-def _groups(part: Any) -> int:
-    return min(getattr(part, "num_key_value_groups", 1), 2)
-
-
-def _miniature(part: Any) -> Miniature:
-    heads = (2 * _groups(part), 2, 2)
-    return _Attending(part), tuple(torch.randn(2, n, LENGTH, WIDTH) for n in heads), {}
+    theirs = functools.partial(call, eager, {})
+    return difference(theirs, functools.partial(call, attention, {"is_causal": causal}), inputs)

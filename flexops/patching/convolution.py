@@ -18,7 +18,7 @@ from ..nn.linears import DTYPES
 from ..ops.causal_conv1d import causal_conv1d
 from ..ops.causal_conv1d import causal_conv1d_update as update
 from .forwards import rebound, replacement
-from .probe import Miniature, Swap, disagreement, own_class
+from .probe import Swap, difference, own_class
 
 _WHOLE, _STEP = "causal_conv1d_fn", "causal_conv1d_update"
 _MOST_TAPS = 4
@@ -91,11 +91,31 @@ def _functions(original: dict[str, Any]) -> dict[str, Callable[..., Any]]:
 @functools.cache
 def _differs(whole: Any, step: Any) -> str:
     """What functions compute that ours do not."""
+    theirs = {_WHOLE: whole, _STEP: step}
+    run = functools.partial(functools.partial, _results)
+    return difference(run(theirs), run(_functions(theirs)), _inputs)
 
-    def swap(tiny: Any) -> Swap:
-        return [(tiny, functools.partial(tiny.forward, ours=True))]
 
-    return disagreement(functools.partial(_miniature, {_WHOLE: whole, _STEP: step}), swap)
+def _inputs() -> tuple[Tensor, ...]:
+    return tuple(map(torch.randn, ((2, 6, 7), (6, 4), (6,), (2, 6, 4))))
+
+
+def _results(
+    functions: dict[str, Any], x: Tensor, weight: Tensor, bias: Tensor, state: Tensor
+) -> Tensor:
+    results = []
+    logger = logging.getLogger("transformers.integrations.hub_kernels")
+    was_disabled, logger.disabled = logger.disabled, True  # it would report a missing package
+    try:
+        for activation in (None, "silu"):
+            results.append(functions[_WHOLE](x, weight, bias, activation=activation))
+            with torch.no_grad():
+                written = state.clone()
+                stepped = functions[_STEP](x[..., :1], written, weight, bias, activation)
+            results += [stepped, written]
+    finally:
+        logger.disabled = was_disabled
+    return torch.cat([one.flatten() for one in results])
 
 
 def _replaced(code: Any) -> dict[str, Any]:
@@ -110,31 +130,6 @@ def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return rebound(type(module), _WHOLE, _replaced)(module, *args, **kwargs)
 
 
-class _Convolution(nn.Module):
-    """What is probed: the functions that a class's code calls."""
-
-    def __init__(self, functions: dict[str, Any]) -> None:
-        super().__init__()
-        self.functions = functions
-
-    def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor, state: Tensor, ours: bool = False
-    ) -> Tensor:
-        functions, results = _functions(self.functions) if ours else self.functions, []
-        logger = logging.getLogger("transformers.integrations.hub_kernels")
-        was_disabled, logger.disabled = logger.disabled, True  # it would report a missing package
-        try:
-            for activation in (None, "silu"):
-                results.append(functions[_WHOLE](x, weight, bias, activation=activation))
-                with torch.no_grad():
-                    written = state.clone()
-                    stepped = functions[_STEP](x[..., :1], written, weight, bias, activation)
-                results += [stepped, written]
-        finally:
-            logger.disabled = was_disabled
-        return torch.cat([one.flatten() for one in results])
-
-
 def refuse(module: Any) -> str:
     """Why a layer's convolutions stay the class's own; "" if they need not."""
     seen = _code_of(own_class(module)).__globals__
@@ -144,8 +139,3 @@ def refuse(module: Any) -> str:
 def swap(module: Any) -> Swap:
     rebound(type(module), _WHOLE, _replaced)
     return [(module, functools.partial(forward, module))]
-
-
-def _miniature(functions: dict[str, Any]) -> Miniature:
-    shapes = ((2, 6, 7), (6, 4), (6,), (2, 6, 4))
-    return _Convolution(functions), tuple(map(torch.randn, shapes)), {}

@@ -252,6 +252,22 @@ def disagreement(
     return ""
 
 
+class _Call(nn.Module):
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.function(*args)
+
+
+def difference(
+    theirs: Callable[..., Tensor], ours: Callable[..., Tensor], make: Callable[[], tuple[Any, ...]]
+) -> str:
+    """The same of two functions of tensors, which ``make`` gives."""
+    return disagreement(lambda: (_Call(theirs), make(), {}), lambda tiny: [(tiny, ours)])
+
+
 def failure(error: BaseException) -> str:
     text = str(error).splitlines()[0] if str(error) else ""
     return f"its code did not run on a small input: {type(error).__name__}: {text}"

@@ -17,7 +17,7 @@ from ..generation.sources import hands_rotated_on
 from ..nn.linears import DTYPES
 from ..ops.rope import rotary_embedding
 from .forwards import plain, rebound, replacement
-from .probe import LENGTH, WIDTH, Miniature, Swap, disagreement, own_class
+from .probe import LENGTH, WIDTH, Swap, difference, own_class, undisturbed
 
 _DTYPES = frozenset(DTYPES)
 _TABLES = "_flexops_tables"
@@ -166,25 +166,19 @@ def replaced(function: Any, kind: str) -> Callable[..., Any]:
     return rotate
 
 
-class _Rotation(nn.Module):
-    """What is probed is the function that the attention calls."""
-
-    def __init__(self, function: Any, partial: bool = False) -> None:
-        super().__init__()
-        self.function, self.partial = function, partial
-
-    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, call: Any = None) -> Tensor:
-        slots, found = _slots(self.function) or {}, []
-        few = cos.shape[-1] // 4
-        for partial in (False, True)[: 2 if self.partial else 1]:
-            tables = {"cos": cos.detach(), "sin": sin.detach()}
-            if partial:
-                tables = {name: one[..., :few].repeat(1, 1, 2) for name, one in tables.items()}
-            given = {"q": q, "k": k, **tables}
-            named = {slots[name]: value for name, value in given.items() if name in slots}
-            made = (call or self.function)(**named)
-            found += [made] if isinstance(made, Tensor) else list(made)
-        return torch.cat([x.flatten() for x in found])
+def _results(
+    call: Callable[..., Any], slots: dict[str, str], both: bool, *tensors: Tensor
+) -> Tensor:
+    """Of a call, and with ``both`` of another with tables of a part of a head."""
+    q, k, *tables = tensors
+    tables = [one.detach() for one in tables]
+    few = [one[..., : one.shape[-1] // 4].repeat(1, 1, 2) for one in tables]
+    found: list[Tensor] = []
+    for one in (tables, few)[: 1 + both]:
+        given = zip(_NAMES, (q, k, *one), strict=False)
+        made = call(**{slots[name]: value for name, value in given if name in slots})
+        found += [made] if isinstance(made, Tensor) else list(made)
+    return torch.cat([x.flatten() for x in found])
 
 
 def _variants(function: Any) -> Iterator[str]:
@@ -194,7 +188,7 @@ def _variants(function: Any) -> Iterator[str]:
             yield kind
 
 
-def _miniature(function: Any, kind: str) -> Miniature:
+def _inputs(function: Any, kind: str) -> tuple[Tensor, ...]:
     slots, signature = _slots(function) or {}, _signature(function)
     _, repeats, dims = _VARIANTS[kind]
     angles = torch.rand(*(2,)[3 - dims :], LENGTH, WIDTH // 2) * 6.3
@@ -211,14 +205,7 @@ def _miniature(function: Any, kind: str) -> Miniature:
         "unsqueeze_dim" in slots and signature.parameters["unsqueeze_dim"].default == 2
     ):
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-    args, made = (q, k, angles.cos(), angles.sin()), _Rotation(function)
-    if repeats == "halves" and dims == 3:
-        try:
-            _Rotation(function, True)(*args)
-            made.partial = True
-        except (RuntimeError, IndexError, ValueError):  # it rotates all of a head
-            pass
-    return made, args, {}
+    return q, k, angles.cos(), angles.sin()
 
 
 def kind_of(function: Any) -> str | None:
@@ -229,11 +216,18 @@ def kind_of(function: Any) -> str | None:
 @functools.cache
 def _differs(function: Any, kind: str) -> str:
     """What a function computes that a variant does not."""
-
-    def swap(tiny: Any) -> Swap:
-        return [(tiny, functools.partial(tiny.forward, call=replaced(function, kind)))]
-
-    return disagreement(functools.partial(_miniature, function, kind), swap)
+    slots, make = _slots(function) or {}, functools.partial(_inputs, function, kind)
+    both = _VARIANTS[kind][1:] == ("halves", 3)
+    try:
+        with undisturbed():
+            _results(function, slots, both, *make())
+    except (Exception, SystemExit):  # it rotates all of a head, or does not run
+        both = False
+    theirs, ours = (
+        functools.partial(_results, call, slots, both)
+        for call in (function, replaced(function, kind))
+    )
+    return difference(theirs, ours, make)
 
 
 def refuse(module: Any) -> str:
