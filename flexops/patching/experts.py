@@ -26,7 +26,7 @@ from .forwards import plain
 from .probe import (
     LENGTH,
     Miniature,
-    Swap,
+    by,
     is_transformers,
     linear,
     own_class,
@@ -204,7 +204,7 @@ def variant(module: Any) -> Any:
 
 def candidates(module: Any) -> Iterator[tuple[Any, ...]]:
     name = "gated_experts" if _standard_activation(module) else "grouped_linear"
-    yield name, lambda one: [(one, functools.partial(experts, one))]
+    yield name, by(experts)
 
 
 def _small(module: Any) -> Any:
@@ -281,11 +281,7 @@ def concerns_grouped(module: Any) -> bool:
 def grouped_candidates(module: Any) -> Iterator[tuple[Any, ...]]:
     for transposed, listed in itertools.product((False, True), repeat=2):
         make = functools.partial(grouped_miniature, module, transposed, listed)
-        yield "grouped_linear", functools.partial(_grouped_swap, transposed=transposed), make
-
-
-def _grouped_swap(module: Any, transposed: bool) -> Swap:
-    return [(module, functools.partial(grouped, module, transposed=transposed))]
+        yield "grouped_linear", by(grouped, transposed=transposed), make
 
 
 def grouped(module: Any, x: Tensor, sizes: Any, *, transposed: bool) -> Any:

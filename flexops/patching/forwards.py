@@ -448,7 +448,17 @@ def packed_mlp(
     return _down(getattr(module, names[1]), kind, gate.contiguous(), up.contiguous())
 
 
-_BIASED = {"silu": bias_silu, "relu2": bias_relu2}
+_BIASED: dict[str, Callable[..., Tensor]] = {
+    "silu": bias_silu,
+    "relu2": bias_relu2,
+    **{kind: functools.partial(bias_gelu, approximate=kind) for kind in ("none", "tanh", "quick")},
+}
+
+
+def activated(first: Any, kind: str, x: Tensor) -> Tensor:
+    """``act(first(x))``, the bias added where the activation reads it."""
+    y = F.linear(x, first.weight if isinstance(first, nn.Linear) else first.weight.t())
+    return _BIASED[kind](y, first.bias)
 
 
 @of_tensor
@@ -456,15 +466,10 @@ def mlp(
     module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, ...],
     rates: tuple[str, ...] = (),
 ) -> Any:  # fmt: skip
-    """``second(act(first(x)))``, the first one's bias added where the activation reads it;
-    ``names`` are those of the two layers, or of the first."""
+    """``second(act(first(x)))``; ``names`` are those of the two layers, or of the first."""
     first = getattr(module, names[0])
     usual = x.dtype in _DTYPES and _is_as_it_was(module, act, rates) and is_bare(first, LINEARS)
     if not usual or (first.bias is None and kind != "relu2"):
         return NotImplemented
-    y = F.linear(x, first.weight if isinstance(first, nn.Linear) else first.weight.t())
-    if kind in _BIASED:
-        y = _BIASED[kind](y, first.bias)
-    else:
-        y = bias_gelu(y, first.bias, kind)  # type: ignore[arg-type]
+    y = activated(first, kind, x)
     return y if len(names) == 1 else getattr(module, names[1])(y)

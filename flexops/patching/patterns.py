@@ -30,6 +30,7 @@ from .probe import (
     Base,
     Miniature,
     Swap,
+    by,
     linear,
     own_class,
     small,
@@ -111,15 +112,9 @@ def _arguments(module: Any) -> list[str]:
     return [one.name for one in found if one.kind in usual and one.default is one.empty]
 
 
-def _one(module: Any, forward: Callable[..., Any], **options: Any) -> Swap:
-    return [(module, functools.partial(forward, module, **options))]
-
-
-def _only(
-    swap: Callable[[Any], Swap] | None = None, **named: Any
-) -> Callable[[Any], Iterator[Candidate]]:
-    """One candidate, whatever the module: ``swap``, or a ``forward`` of its own."""
-    return lambda _: iter([("", swap or functools.partial(_one, **named))])
+def _only(swap: Callable[[Any], Swap]) -> Callable[[Any], Iterator[Candidate]]:
+    """One candidate, whatever the module."""
+    return lambda _: iter([("", swap)])
 
 
 # ---- norms ---------------------------------------------------------------------------------------
@@ -175,28 +170,26 @@ def _groups(module: Any) -> list[int]:
 
 def _norm_candidates(module: Any) -> Iterator[Candidate]:
     gated = len(inspect.signature(own_class(module).__dict__["forward"]).parameters) > 2
-    for eps in _epsilons(module):
-        makes: list[tuple[str, Callable[..., Any], dict[str, Any]]] = [
-            ("rms_norm", forwards.rms_norm, {}),
-            ("rms_norm (1 + weight)", forwards.rms_norm, {"offset": 1.0}),
-            ("layer_norm", forwards.layer_norm, {}),
-            ("layer_norm (1 + weight)", forwards.layer_norm, {"offset": 1.0}),
+    makes: list[tuple[str, Callable[..., Any], dict[str, Any]]] = [
+        (f"{forward.__name__}{' (1 + weight)' if offset else ''}", forward, {"offset": offset})
+        for forward, offset in itertools.product(forwards.NORMS, (0.0, 1.0))
+    ]
+    if gated:
+        orders = itertools.product(("silu", "sigmoid"), (False, True), _groups(module))
+        makes = [
+            (
+                "gated_rms_norm",
+                forwards.gated_rms_norm,
+                {"activation": activation, "gate_first": first, "groups": groups},
+            )
+            for activation, first, groups in orders
         ]
-        if gated:
-            makes = [
-                (
-                    "gated_rms_norm",
-                    forwards.gated_rms_norm,
-                    {"gate_first": first, "groups": groups, "activation": activation},
-                )
-                for activation in ("silu", "sigmoid")
-                for first, groups in itertools.product((False, True), _groups(module))
-            ]
+    for eps in _epsilons(module):
         for name, forward, options in makes:
-            yield name, functools.partial(_one, forward=forward, eps=eps, **options)
+            yield name, by(forward, eps=eps, **options)
         if getattr(module, "data_format", "") == "channels_first":  # of pictures
-            swap = functools.partial(_one, forward=forwards.picture_norm, eps=eps)
-            yield "layer_norm", swap, functools.partial(_tiny_picture_norm, module)
+            make = functools.partial(_tiny_picture_norm, module)
+            yield "layer_norm", by(forwards.picture_norm, eps=eps), make
 
 
 def tiny_norm(module: Any) -> Any:
@@ -334,7 +327,7 @@ def _block_candidates(module: Any) -> Iterator[Candidate]:
             rates = [one for one, p in vars(module).items() if "drop" in one and type(p) is float]
             options |= {"rates": tuple(rates)} if rates else {}
             for operator, forward, more in found:
-                yield operator, functools.partial(_one, forward=forward, **options, **more)
+                yield operator, by(forward, **options, **more)
 
 
 def _tiny_block(module: Any) -> Miniature:
@@ -343,9 +336,10 @@ def _tiny_block(module: Any) -> Miniature:
     return small(module, sizes), (_input(2, LENGTH, sizes[linears[0][0]]),), {}
 
 
-def _tiny_sequential(module: Any) -> Miniature:
-    pairs = ((linear(WIDTH, WIDTH), unheard(act)) for act in torch_modules.fused(module))
-    return nn.Sequential(*itertools.chain.from_iterable(pairs)), (_input(),), {}
+def _tiny_sequential(_: Any) -> Miniature:
+    acts = nn.GELU(), nn.GELU("tanh"), nn.SiLU()
+    parts = ((linear(WIDTH, WIDTH), act) for act in acts)
+    return nn.Sequential(*itertools.chain.from_iterable(parts)), (_input(),), {}
 
 
 # ---- attention of torch's own --------------------------------------------------------------------
@@ -463,11 +457,8 @@ PATTERNS: tuple[Pattern, ...] = (
         "activations",
         "bias_gelu / bias_silu",
         lambda module: own_class(module) is nn.Sequential and bool(torch_modules.fused(module)),
-        _only(forward=torch_modules.sequential),
+        _only(by(torch_modules.sequential)),
         _tiny_sequential,
-        differs=lambda module: tuple(
-            (type(one), getattr(one, "approximate", "")) for one in torch_modules.fused(module)
-        ),
     ),
     Pattern(
         "activations",
@@ -498,7 +489,7 @@ PATTERNS: tuple[Pattern, ...] = (
         "attention",
         "attention",
         lambda module: own_class(module) is nn.MultiheadAttention,
-        _only(forward=torch_modules.multihead_attention),
+        _only(by(torch_modules.multihead_attention)),
         _tiny_attention,
         _other_attention,
     ),
@@ -522,7 +513,7 @@ PATTERNS: tuple[Pattern, ...] = (
         "experts",
         "experts by grouped_linear",
         experts.concerns_dense,
-        _only(forward=experts.dense),
+        _only(by(experts.dense)),
         experts.dense_miniature,
         experts.refuse_dense,
     ),

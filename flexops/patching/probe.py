@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -90,6 +91,11 @@ def unheard(act: Any) -> Any:
     """The activation, without those who listen to its calls: what is tried here is none of
     theirs."""
     return bare(act, **dict(act.named_children())) if isinstance(act, nn.Module) else act
+
+
+def by(forward: Callable[..., Any], **options: Any) -> Callable[[nn.Module], Swap]:
+    """What has a module run this ``forward`` with these options."""
+    return lambda module: [(module, functools.partial(forward, module, **options))]
 
 
 def small_sizes(*sizes: int) -> dict[int, int]:

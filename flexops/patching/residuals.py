@@ -67,17 +67,9 @@ def is_norm(module: Any) -> bool:
 class _Part(nn.Module):
     """Stands for a part of a layer."""
 
-    def __init__(self, real: nn.Module, gives: int) -> None:
+    def __init__(self, gives: int) -> None:
         super().__init__()
         self.projection, self.gives, self.called = linear(WIDTH, WIDTH), gives, False
-        own = {
-            name: value
-            for name, value in vars(real).items()
-            if not name.startswith("_")
-            and name not in ("forward", "training")
-            and getattr(value, "is_leaf", True)  # no state of a training step, which has no copies
-        }
-        self.__dict__.update(own)
 
     def forward(self, *args: Any, **named: Any) -> Any:
         self.called = True
@@ -102,7 +94,7 @@ def miniature(layer: Any, gives: tuple[int, ...], inputs: str) -> Miniature:
         elif one is None:
             parts[name] = nn.Identity()
         elif not _is_function(one):
-            parts[name] = _Part(one, next(kinds) if _may_give_tuple(one) else 0)
+            parts[name] = _Part(next(kinds) if _may_give_tuple(one) else 0)
     widths = {n for one in layer._parameters.values() if one is not None for n in one.shape} - {1}
     made = small(layer, dict.fromkeys(widths, WIDTH), **parts)
     args: list[Any] = []

@@ -14,7 +14,7 @@ from ..generation.state import state
 from ..nn.linears import FP8, function_of
 from . import forwards, residuals
 from .forwards import plain
-from .probe import Swap, disagreement, once
+from .probe import by, disagreement, once
 
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
@@ -48,11 +48,7 @@ def _adds_plainly(module: Any) -> bool:
     """Whether a layer's code computes no more than that (Granite scales what it adds)."""
     makes = (functools.partial(residuals.miniature, module, (n, 0), "first") for n in (2, 3))
     key = "step", residuals.key(module)
-    return once(key, lambda: any(not disagreement(make, _replaced) for make in makes))
-
-
-def _replaced(tiny: Any) -> Swap:
-    return [(tiny, functools.partial(_in_words, tiny))]
+    return once(key, lambda: any(not disagreement(make, by(_in_words)) for make in makes))
 
 
 def _in_words(module: Any, x: Any, *_: Any, **kwargs: Any) -> Any:

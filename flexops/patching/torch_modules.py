@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from .._torch import is_unheard
 from ..nn.linears import DTYPES, is_bare, is_plain
-from ..ops.activation import bias_gelu, bias_silu
 from ..ops.scaled_dot_product_attention import scaled_dot_product_attention
-from .forwards import plain, replacement
+from .forwards import activated, plain, replacement
 
 ACTIVATIONS = (nn.GELU, nn.SiLU)
 
@@ -35,20 +34,12 @@ def fused(module: Any) -> list[nn.Module]:
 def sequential(module: Any, x: Any) -> Any:
     """Each after the other; a linear layer's bias together with the gelu or silu behind it."""
     parts = list(module)
-    at = 0
-    while at < len(parts):
-        part, then = parts[at], parts[at + 1] if at + 1 < len(parts) else None
-        if then is not None and isinstance(x, Tensor) and x.dtype in DTYPES and fusible(part, then):
-            y = F.linear(x, part.weight)
-            x = (
-                bias_silu(y, part.bias)
-                if isinstance(then, nn.SiLU)
-                else bias_gelu(y, part.bias, then.approximate)
-            )
-            at += 2
+    while parts:
+        part = parts.pop(0)
+        if parts and isinstance(x, Tensor) and x.dtype in DTYPES and fusible(part, parts[0]):
+            x = activated(part, getattr(parts.pop(0), "approximate", "silu"), x)
         else:
             x = part(x)
-            at += 1
     return x
 
 
