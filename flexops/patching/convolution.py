@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..nn.linears import DTYPES
 from ..ops.causal_conv1d import causal_conv1d
 from ..ops.causal_conv1d import causal_conv1d_update as update
-from .forwards import rebound, replacement
+from .forwards import rebind
 from .probe import Swap, difference, own_class
 
 _WHOLE, _STEP = "causal_conv1d_fn", "causal_conv1d_update"
@@ -124,12 +124,6 @@ def _replaced(code: Any) -> dict[str, Any]:
     return _functions(seen) if known else {}
 
 
-@replacement
-def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward pass of a layer with a causal convolution."""
-    return rebound(type(module), _WHOLE, _replaced)(module, *args, **kwargs)
-
-
 def refuse(module: Any) -> str:
     """Why a layer's convolutions stay the class's own; "" if they need not."""
     seen = _code_of(own_class(module)).__globals__
@@ -137,5 +131,4 @@ def refuse(module: Any) -> str:
 
 
 def swap(module: Any) -> Swap:
-    rebound(type(module), _WHOLE, _replaced)
-    return [(module, functools.partial(forward, module))]
+    return rebind(module, _WHOLE, _replaced)

@@ -32,6 +32,7 @@ from ..ops.norm import add_layer_norm, add_rms_norm
 from ..ops.norm import layer_norm as _layer_norm
 from ..ops.norm import rms_norm as _rms_norm
 from . import fp8
+from .probe import Swap, own_class
 
 _AHEAD = "_flexops_normalized"
 _OURS = (__package__, generation.__name__)
@@ -131,6 +132,19 @@ def rebound(cls: type, kind: str, make: Callable[[Any], dict[str, Any]]) -> Call
         made = _in_place(cls.forward, ours)  # type: ignore[attr-defined]
         known = _rebound[key] = forward, called, made
     return known[2]
+
+
+def rebind(module: Any, kind: str, make: Callable[[Any], dict[str, Any]]) -> Swap:
+    """Have a module run its class's code so."""
+    rebound(own_class(module), kind, make)  # a graph makes none
+    return [(module, functools.partial(rebinding, module, kind=kind, make=make))]
+
+
+@replacement
+def rebinding(
+    module: Any, *args: Any, kind: str, make: Callable[[Any], dict[str, Any]], **kwargs: Any
+) -> Any:
+    return rebound(own_class(module), kind, make)(module, *args, **kwargs)
 
 
 def _names(code: types.CodeType) -> set[str]:

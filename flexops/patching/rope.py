@@ -16,7 +16,7 @@ from ..generation import state
 from ..generation.sources import hands_rotated_on
 from ..nn.linears import DTYPES
 from ..ops.rope import rotary_embedding
-from .forwards import plain, rebound, replacement
+from .forwards import plain, rebind, replacement
 from .probe import LENGTH, WIDTH, Swap, difference, own_class, undisturbed
 
 _DTYPES = frozenset(DTYPES)
@@ -242,25 +242,13 @@ def refuse(module: Any) -> str:
 def swap(module: Any) -> Swap:
     kind = kind_of(original(module))
     assert kind is not None
-    prepare(own_class(module), kind)
-    return [(module, functools.partial(attention, module, kind=kind))]
+    return rebind(module, kind, functools.partial(_names, kind))
 
 
 def _names(kind: str, forward: Any) -> dict[str, Any]:
     name, function = _original(forward) or ("", None)
     known = name and (torch.compiler.is_compiling() or not _differs(function, kind))
     return {name: replaced(function, kind)} if known else {}
-
-
-def prepare(cls: Any, kind: str) -> Callable[..., Any]:
-    """The code of a class, with our function."""
-    return rebound(cls, kind, functools.partial(_names, kind))
-
-
-@replacement
-def attention(module: nn.Module, *args: Any, kind: str, **kwargs: Any) -> Any:
-    """The forward pass of an attention module."""
-    return prepare(own_class(module), kind)(module, *args, **kwargs)
 
 
 # ---- the angles of a decode step -----------------------------------------------------------------

@@ -68,7 +68,7 @@ def layer(module: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         return plain(module, hidden_states, *args, **kwargs)
     x, attention, block = hidden_states, module.self_attn, module.mlp
     linears = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj")]
-    known = _runs(attention, "attention") and all(_runs(one, "projection") for one in linears)
+    known = _runs(attention, "rebinding") and all(_runs(one, "projection") for one in linears)
     known = known and products.takes(x, *linears)
     ends = _runs(getattr(attention, "o_proj", None), "output")
     normed = products.without_norm(x, module.input_layernorm, known)
