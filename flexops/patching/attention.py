@@ -104,16 +104,11 @@ def _window(config: Any) -> Any:
         return None
 
 
-def _passes_window(config: Any, size: int) -> bool:
+def passes_window(config: Any, size: int) -> bool:
     """Whether attention receives the window of this size. A chunk has a size, too."""
     is_window = size == _window(config)
     has_chunks = getattr(config, "attention_chunk_size", None) is not None
     return is_window and not has_chunks and _folder(config) in WINDOW_KEYWORD
-
-
-def passes_windows(config: Any) -> bool:
-    """Whether attention receives the windows of all layers that have one."""
-    return _passes_window(config, config.sliding_window)
 
 
 def hide_nothing(
@@ -153,7 +148,7 @@ def mask(
         and q_offset == 0
         and q_length == kv_length
     )
-    passed = whole and local_size is not None and _passes_window(config, local_size)
+    passed = whole and local_size is not None and passes_window(config, local_size)
     if passed and _has_kernels(torch.device(kwargs.get("device", "cpu"))):
         return None
     make = eager_mask if _folder(config) in _EAGER_MASKS else sdpa_mask

@@ -403,15 +403,15 @@ def _down(down: Any, kind: Any, gate: Tensor, up: Tensor | None = None) -> Any:
     return down(swiglu(gate, up) if kind == "silu" else geglu(gate, up, approximate=kind))
 
 
-Act = tuple[str, Any]
+Act = tuple[str, Any, tuple[str, ...]]
 """The name and the class of a block's activation, when the block was patched; the name is "" where
-its code calls a function."""
+its code calls a function. And the names of its rates of dropout."""
 
 
-def _is_as_it_was(module: Any, act: Act, rates: tuple[str, ...] = ()) -> bool:
+def _is_as_it_was(module: Any, act: Act) -> bool:
     """Whether the activation is still that one, it has no hooks; and whether no dropout does
-    something, of these rates either, or has hooks."""
-    if module.training and any(getattr(module, name) for name in rates):
+    something, or has hooks."""
+    if module.training and any(getattr(module, name) for name in act[2]):
         return False
     for one in module._modules.values():
         if isinstance(one, nn.Dropout) and ((one.training and one.p) or not is_unheard(one)):
@@ -423,13 +423,9 @@ def _is_as_it_was(module: Any, act: Act, rates: tuple[str, ...] = ()) -> bool:
 
 
 @of_tensor
-def gated_mlp(
-    module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, str, str],
-    rates: tuple[str, ...] = (),
-) -> Any:  # fmt: skip
-    """``down(act(gate(x)) * up(x))``; ``names`` are those of gate, up and down, ``rates`` those of
-    dropout."""
-    if not _is_as_it_was(module, act, rates):
+def gated_mlp(module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, str, str]) -> Any:
+    """``down(act(gate(x)) * up(x))``; ``names`` are those of gate, up and down."""
+    if not _is_as_it_was(module, act):
         return NotImplemented
     parts = [getattr(module, name) for name in names]
     if products.takes(x, *parts[:2]):
@@ -447,11 +443,10 @@ def gated_mlp(
 
 @of_tensor
 def packed_mlp(
-    module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, str],
-    gate_first: bool = True, rates: tuple[str, ...] = (),
-) -> Any:  # fmt: skip
+    module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, str], gate_first: bool = True
+) -> Any:
     """The same with gate and up in one product: ``names`` are those of that layer and of down."""
-    if not _is_as_it_was(module, act, rates):
+    if not _is_as_it_was(module, act):
         return NotImplemented
     both = getattr(module, names[0])(x)
     if both.dtype not in _DTYPES or type(both) is not Tensor:
@@ -476,13 +471,10 @@ def activated(first: Any, kind: str, x: Tensor) -> Tensor:
 
 
 @of_tensor
-def mlp(
-    module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, ...],
-    rates: tuple[str, ...] = (),
-) -> Any:  # fmt: skip
+def mlp(module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, ...]) -> Any:
     """``second(act(first(x)))``; ``names`` are those of the two layers, or of the first."""
     first = getattr(module, names[0])
-    usual = x.dtype in _DTYPES and _is_as_it_was(module, act, rates) and is_bare(first, LINEARS)
+    usual = x.dtype in _DTYPES and _is_as_it_was(module, act) and is_bare(first, LINEARS)
     if not usual or (first.bias is None and kind != "relu2"):
         return NotImplemented
     y = activated(first, kind, x)

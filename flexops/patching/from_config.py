@@ -12,6 +12,7 @@ from ..errors import PatchError
 from ..report import Report
 from .apply import patch
 from .classes import is_architecture, require_transformers
+from .probe import first_line
 
 _ON_HUB = re.compile(r"\w[\w.-]*/[\w.-]+")
 
@@ -59,7 +60,7 @@ def report(name: str) -> Report:
     except (ValueError, KeyError, TypeError, AttributeError, OSError, ImportError) as error:
         raise PatchError(
             "transformers makes no model of this config",
-            found=_first_line(error),
+            found=first_line(error),
             required="a config.json with a model_type that this transformers knows",
             fix=(
                 f"python -m json.tool {path}   # is it whole? If it is: pip install --upgrade"
@@ -92,7 +93,7 @@ def _from_hub(transformers: Any, name: str) -> Any:
     except (ValueError, OSError) as error:
         raise PatchError(
             f"the config of {name} could not be had",
-            found=_first_line(error),
+            found=first_line(error),
             required=(
                 "a model on the Hugging Face Hub whose code is transformers' own, and a network;"
                 " or it is in the Hub's cache"
@@ -102,11 +103,6 @@ def _from_hub(transformers: Any, name: str) -> Any:
                 " auth login; HF_HUB_OFFLINE=1 rules a download out"
             ),
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or "no message"
-    return f"{type(error).__name__}: {text.splitlines()[0]}"
 
 
 def _class(transformers: Any, config: Any) -> Any:

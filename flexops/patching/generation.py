@@ -30,7 +30,7 @@ def switch(model: Any, reason: str) -> Row | None:
     if not reason and not is_switched(model):
         inner = model.__dict__.get("forward")
         model.__dict__["forward"] = OfModel(forward, model, inner=inner)
-    refuse = functools.partial(_refused, reason) if reason else refusal_now
+    refuse = functools.partial(refusal_now, before=reason)
     model.__dict__[step.HOOK] = functools.partial(prepare, model, refuse=refuse)
     return Row(type(model).__name__, 1, "generation: one graph per token", not reason, reason)
 
@@ -54,7 +54,7 @@ def refusal(model: Any) -> str:
     if kinds - {"full_attention", "sliding_attention"}:
         return f"it has layers of {', '.join(sorted(kinds))}"
     window = getattr(text, "sliding_window", None)
-    if window is not None and not attending.passes_windows(text):
+    if window is not None and not attending.passes_window(text, window):
         return "its attention does not pass on its window"
     if len({one.device for one in model.parameters()}) != 1:
         return "it is on several devices"
@@ -73,15 +73,9 @@ def heard(model: nn.Module) -> str:
     return ""
 
 
-def refusal_now(model: Any) -> str:
-    """The same, with what may change after the patch."""
-    return refusal(model) or heard(model)
-
-
-def _refused(reason: str, model: Any) -> str:
-    """As it was when the model was patched."""
-    del model
-    return reason
+def refusal_now(model: Any, before: str) -> str:
+    """The same, with what may change after the patch; ``before``: why it could not be patched."""
+    return before or refusal(model) or heard(model)
 
 
 def is_switched(model: Any) -> bool:

@@ -70,11 +70,6 @@ class Pattern:
         return (settings(module), self.differs(module))
 
 
-def _buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Its own, also those that are None."""
-    return dict(module._buffers.items())
-
-
 def settings(module: nn.Module) -> Any:
     """What a module's code may depend on: numbers, functions and kinds of parts. Its
     place in the model (``layer_idx``) is none, so that a class is probed once."""
@@ -140,7 +135,7 @@ def looks_like_norm(module: Any) -> bool:
         and (names or "norm" in type(module).__name__.lower())
         and ("norm" in type(module).__name__.lower() or any("eps" in one for one in vars(module)))
         and type(module).forward is not nn.Module.forward
-        and {*_buffers(module)} <= {"weight", "eps", "variance_epsilon"}  # no batch's statistics
+        and {*module._buffers} <= {"weight", "eps", "variance_epsilon"}  # no batch's statistics
         and "num_groups" not in vars(module)
         and len(_arguments(module)) <= 2
     )
@@ -286,7 +281,7 @@ def _is_block(module: Any) -> bool:
         for name, one in module._modules.items()
         if name not in linears and name != act and not isinstance(one, (nn.Dropout, nn.Identity))
     ]
-    if not linears or rest or len(linears) > 3 or module._parameters or _buffers(module):
+    if not linears or rest or len(linears) > 3 or module._parameters or module._buffers:
         return False
     if any("heads" in one or one == "groups" for one in vars(module)):  # attention
         return False
@@ -308,6 +303,7 @@ def _no_block(module: Any) -> str:
 
 def _block_candidates(module: Any) -> Iterator[Candidate]:
     linears, (name, act) = _linears(module), _activation(module)
+    rates = tuple(one for one, p in vars(module).items() if "drop" in one and type(p) is float)
     for kind in [_kind(act)] if name else ["silu", "none", "tanh", "quick", "relu2"]:
         gated = "swiglu_linear" if kind == "silu" else "geglu_linear"
         biased = f"bias_{kind}" if kind in ("silu", "relu2") else "bias_gelu"
@@ -323,9 +319,7 @@ def _block_candidates(module: Any) -> Iterator[Candidate]:
             fits = len(names) == 1 or (len(names) == 2 and inner == last)
             if fits and (kind == "relu2" or linears[names[0]].bias is not None):
                 found.append((biased, forwards.mlp, {}))
-            options: dict[str, Any] = {"kind": kind, "act": (name, type(act)), "names": names}
-            rates = [one for one, p in vars(module).items() if "drop" in one and type(p) is float]
-            options |= {"rates": tuple(rates)} if rates else {}
+            options = {"kind": kind, "act": (name, type(act), rates), "names": names}
             for operator, forward, more in found:
                 yield operator, by(forward, **options, **more)
 

@@ -275,8 +275,12 @@ def difference(
 
 
 def failure(error: BaseException) -> str:
-    text = str(error).splitlines()[0] if str(error) else ""
-    return f"its code did not run on a small input: {type(error).__name__}: {text}"
+    return f"its code did not run on a small input: {first_line(error)}"
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip() or "no message"
+    return f"{type(error).__name__}: {text.splitlines()[0]}"
 
 
 def _to_half(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -251,9 +251,8 @@ def _watch(layer: Any) -> tuple[Structure, str]:
         swaps: Swap = []
         for name, one in norms.items():
             ours: Any = one.__dict__["forward"]
-            options = {key: ours.keywords[key] for key in ("eps", "offset") if key in ours.keywords}
             part = getattr(tiny, name)
-            part.__dict__["forward"] = functools.partial(ours.func, part, **options)
+            part.__dict__["forward"] = functools.partial(ours.func, part, **ours.keywords)
         return [*swaps, *_sites(tiny, found, None)]
 
     ran: Structure | None = None

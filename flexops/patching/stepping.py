@@ -12,7 +12,7 @@ from .._torch import is_unheard
 from ..generation import products
 from ..generation.state import state
 from ..nn.linears import FP8, function_of
-from . import forwards, residuals
+from . import forwards, projections, residuals
 from .forwards import plain
 from .probe import by, disagreement, once
 
@@ -37,11 +37,9 @@ def prepare(model: nn.Module) -> None:
 
 def _only_projects(attention: Any) -> bool:
     """Whether no other part of attention, such as a gate, reads what a product has to normalize."""
-    others = {name: one for name, one in attention._modules.items() if name not in _READERS}
-    return all(one.dim() < 2 for part in others.values() for one in part.parameters())
-
-
-_READERS = ("q_proj", "k_proj", "v_proj", "o_proj")
+    readers = (*projections.NAMES, "o_proj")
+    others = (one for name, one in attention._modules.items() if name not in readers)
+    return all(one.dim() < 2 for part in others for one in part.parameters())
 
 
 def _adds_plainly(module: Any) -> bool:
@@ -67,7 +65,7 @@ def layer(module: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     if not state.active or args:
         return plain(module, hidden_states, *args, **kwargs)
     x, attention, block = hidden_states, module.self_attn, module.mlp
-    linears = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj")]
+    linears = [getattr(attention, name, None) for name in projections.NAMES]
     known = _runs(attention, "rebinding") and all(_runs(one, "projection") for one in linears)
     known = known and products.takes(x, *linears)
     ends = _runs(getattr(attention, "o_proj", None), "output")
@@ -107,5 +105,6 @@ def _names(block: Any) -> tuple[str, ...]:
     ours = _function(block)
     if ours is None or ours.func.__name__ != "gated_mlp":
         return ()
-    as_it_was = forwards._is_as_it_was(block, ours.keywords["act"])
+    name, act, _ = ours.keywords["act"]  # steps drop nothing
+    as_it_was = forwards._is_as_it_was(block, (name, act, ()))
     return tuple(ours.keywords["names"]) if as_it_was else ()
