@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .measuring import Measured
 
-NAMES = ("registers", "stack", "spill_stores", "spill_loads", "shared")
+NAMES = ("registers", "shared", "stack", "spill_stores", "spill_loads")
 _WITHIN_REGISTERS = 8
 """ptxas gives registers out by eight: fewer than that more are noise of its allocator."""
 
@@ -33,7 +33,7 @@ class Change(NamedTuple):
         if not self.now:
             return False
         if not self.was:
-            return any(self.now[2:4])
+            return any(self.now[3:])
         return self.now[0] >= self.was[0] + _WITHIN_REGISTERS or any(
             now > was for was, now in zip(self.was[1:], self.now[1:], strict=True)
         )
@@ -41,7 +41,7 @@ class Change(NamedTuple):
     def __str__(self) -> str:
         if not self.was:
             return f"{self.where}  {self.kernel}: new" + (
-                f", spills {self.now[2]}/{self.now[3]} bytes  WORSE" if self.worse else ""
+                f", spills {self.now[3]}/{self.now[4]} bytes  WORSE" if self.worse else ""
             )
         if not self.now:
             return f"{self.where}  {self.kernel}: gone"

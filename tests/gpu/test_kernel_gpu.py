@@ -1,22 +1,13 @@
-"""``flexops.kernel`` on a GPU: values, graphs, compile, streams, threads, a first call in capture.
-``-s`` prints times, which are asserted nowhere.
-
-The figures: the first result of a kernel that was not compiled before, and what a call of a small
-tensor takes beside torch's own operator.
-"""
+"""``flexops.kernel`` on a GPU: values, graphs, compile, streams, threads, a first call in capture."""
 
 from __future__ import annotations
 
-import sys
 import threading
-import time
 import uuid
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from processes import completed
 from torch import Tensor
 
 import flexops
@@ -256,64 +247,3 @@ def test_what_the_gpu_refuses_is_said(scale):
         bounded(torch.ones(300, device="cuda"), 1.0)
     x = torch.ones(3, device="cuda")
     assert torch.equal(scale(x, 2.0), x * 2), "the process goes on"
-
-
-def test_the_time_of_a_first_result_is_printed():
-    """In a process of its own: kernel defined, compiled, launched, result there; torch's context is
-    there before."""
-    code = (
-        "import sys, time, torch, flexops\nx = torch.ones(1000, device='cuda'); (x *"
-        f" 2).sum().item()\nsource = {fresh(SCALE)!r}\nstarted = time.perf_counter()\nscale ="
-        " flexops.kernel(source, 'scale(Tensor x, float factor) -> Tensor')\nassert scale(x,"
-        " 2.0).sum().item() == 2000\nfirst = time.perf_counter() -"
-        " started\nprint(f'flexops.kernel: first result after {first:.2f} s')\ncompile ="
-        " getattr(torch.cuda, '_compile_kernel', None)\ntry:\n    started = time.perf_counter()\n "
-        '   kernel = compile(\'extern "C" __global__ void s(const float* x, float* out, double f,'
-        " int n) { int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) out[i] = x[i] * f;"
-        " } // ' + str(time.time()), 's')\n    out = torch.empty_like(x)\n    kernel(grid=(4, 1,"
-        " 1), block=(256, 1, 1), args=[x, out, 2.0, 1000])\n    assert out.sum().item() == 2000\n "
-        "   print(f'torch.cuda._compile_kernel: {time.perf_counter() - started:.2f} s')\nexcept"
-        " Exception as error:\n    print('torch.cuda._compile_kernel: none here:', error)\n"
-    )
-    done = completed([sys.executable, "-c", code])
-    print("\n" + done.stdout)
-
-
-def test_the_time_of_a_call_is_printed(scale):
-    """Host time of a call, queued without waiting, the contenders in turns; the least of several
-    rounds."""
-    x = torch.ones(64, device="cuda")
-    contenders: dict[str, Callable[[], object]] = {
-        "x * 2.0": lambda: x * 2.0,
-        "flexops.kernel": lambda: scale(x, 2.0),
-        "its op": lambda: scale.op(x, 2.0),
-    }
-    text = (
-        'extern "C" __global__ void s(const float* x, float* out, double f, int n) { int i ='
-        " threadIdx.x; if (i < n) out[i] = x[i] * f; }"
-    )
-    try:
-        peer = torch.cuda._compile_kernel(text, "s")
-    except Exception as error:  # an older torch, or one that lacks a header
-        print(f"torch.cuda._compile_kernel: none here: {error}")
-    else:
-
-        def theirs() -> object:
-            out = torch.empty_like(x)
-            peer(grid=(1, 1, 1), block=(256, 1, 1), args=[x, out, 2.0, 64])
-            return out
-
-        contenders["torch.cuda._compile_kernel"] = theirs
-    least = dict.fromkeys(contenders, float("inf"))
-    for _ in range(20):
-        for name, call in contenders.items():
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            for _ in range(500):
-                call()
-            least[name] = min(least[name], (time.perf_counter() - started) / 500)
-    print(
-        "\n"
-        + "\n".join(f"{name:<28} {seconds * 1e6:.2f} us a call" for name, seconds in least.items())
-    )
-    assert set(least) == set(contenders)

@@ -20,11 +20,13 @@ def read(path: Path) -> Baseline:
     """The baseline in a file that ``write`` made. Raises ``FlexopsError`` if it is none."""
     found: Baseline = {}
     try:
-        for table in _json.load(path)["tables"]:
+        document = _json.load(path)
+        order = [document["names"].index(name) for name in NAMES]
+        for table in document["tables"]:
             for name, rows in table["kernels"].items():
                 for arguments, text in rows.items():
                     for place, values in zip(table["places"], _values(text), strict=True):
-                        found.setdefault(place, {})[name + arguments] = values
+                        found.setdefault(place, {})[name + arguments] = [values[i] for i in order]
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         raise FlexopsError(
             "the baseline cannot be read",
@@ -60,7 +62,7 @@ def write(path: Path, known: Baseline, measured: Sequence[Measured]) -> None:
             f"{cell}*{count}" if count > 1 else cell for cell, count in counts
         )
     rows = [{"places": places, "kernels": kernels} for places, kernels in tables.items()]
-    text = json.dumps({"names": NAMES, "tables": rows}, indent=1)
+    text = json.dumps({"names": NAMES, "tables": rows}, indent=0)
     path.write_text(text + "\n", encoding="utf-8")
 
 
