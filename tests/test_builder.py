@@ -964,7 +964,7 @@ def test_the_contract_runs_kernels_for_cuda_on_the_emulator(package, old, new, s
     assert said in done.stdout
 
 
-# ---- wheels --------------------------------------------------------------------------------------
+# ---- wheels ----
 
 
 @pytest.fixture(scope="module")
@@ -1145,7 +1145,7 @@ def test_an_editable_install_compiles_nothing_and_sees_edits(package, tmp_path):
     assert "compiled in" in run(seen + CALL + WHERE, cwd=tmp_path, **cache)
 
 
-# ---- flexops new, and the other examples ---------------------------------------------------------
+# ---- flexops new, and the other examples ----
 
 
 def test_a_new_package_is_the_example_under_its_name_and_passes_its_tests(tmp_path, host_compiler):

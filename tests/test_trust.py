@@ -331,7 +331,7 @@ def test_a_team_s_cache_serves_and_takes_from_all_of_them(place, plan):
     assert as_user(VICTIM, lambda: len(BuildCache(root, shared=True).prune(max_bytes=0))) == 2
 
 
-# ---- signatures ----------------------------------------------------------------------------------
+# ---- signatures ----
 
 
 @pytest.fixture(scope="module")
@@ -474,7 +474,7 @@ def test_signatures_travel_in_archives(tmp_path, keys):
     assert there.lookup(plan)
 
 
-# ---- builds in a shared cache --------------------------------------------------------------------
+# ---- builds in a shared cache ----
 
 
 def team_root(place: Path, mode: int) -> Path:
@@ -634,7 +634,7 @@ def test_a_list_of_headers_is_not_written_through_a_link(place, plan, monkeypatc
     assert precious.read_text() == "mine"
 
 
-# ---- files that no entry has ---------------------------------------------------------------------
+# ---- files that no entry has ----
 
 
 def with_files(archive: Path, target: Path, files: dict[str, bytes]) -> Path:

@@ -56,7 +56,7 @@ def _unjudged(name: str, found: str, required: str) -> Finding:
     return (fail if name in _DECISIVE else warn)(name, found, required, fix)
 
 
-# ---- what several checks need to know ------------------------------------------------------------
+# ---- what several checks need to know ----
 
 
 def _ops(device: str = "") -> tuple[str, ...]:
@@ -97,7 +97,7 @@ def _jit(facts: Facts) -> bool:
     return known(facts.settings).settings.jit
 
 
-# ---- the checks ----------------------------------------------------------------------------------
+# ---- the checks ----
 
 
 def _python(facts: Facts) -> Finding:

@@ -36,7 +36,7 @@ _FROM_NOTHING = {"CCACHE_RECACHE": "1", "SCCACHE_RECACHE": "1"}
 Run = Callable[..., Child]
 
 
-# ---- in the parent -------------------------------------------------------------------------------
+# ---- in the parent ----
 
 
 @contextlib.contextmanager
@@ -168,7 +168,7 @@ def _loaded_trial(built: BuildTrial, reply: dict[str, Any] | None, failure: str)
     return replace(built, **(reply if reply is not None else {"error": failure}))
 
 
-# ---- in the child --------------------------------------------------------------------------------
+# ---- in the child ----
 
 
 def small_op() -> OpSpec:

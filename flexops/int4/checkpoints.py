@@ -307,7 +307,7 @@ class Int4Quantizer(HfQuantizer):
         return True
 
 
-# ---- a checkpoint's files ------------------------------------------------------------------------
+# ---- a checkpoint's files ----
 
 
 def _entries(files: Any) -> dict[str, _Entry]:
@@ -386,7 +386,7 @@ def _unknown(form: Format, key: str, reason: str) -> PatchError:
     )
 
 
-# ---- registration --------------------------------------------------------------------------------
+# ---- registration ----
 
 
 def adopt(model: Any) -> None:

@@ -335,7 +335,7 @@ def check_group_size(group_size: int) -> None:
         )
 
 
-# ---- checkpoints that flexops writes -------------------------------------------------------------
+# ---- checkpoints that flexops writes ----
 
 
 def saved_tensors(module: Int4Linear, form: Format) -> dict[str, Tensor]:

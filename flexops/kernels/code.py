@@ -253,7 +253,7 @@ class KernelCode:
         found = ", ".join(type(one).__name__ for one in results)
         raise TypeError(f"{self.schema.name}: out must return {', '.join(names)}, got {found}")
 
-    # ---- compiling -------------------------------------------------------------------------------
+    # ---- compiling ----
 
     def launched(self, *args: Any, **kwargs: Any) -> list[tuple[KernelCode, str]]:
         """The kernels of a call, each with its name in C++; of every candidate."""
@@ -415,7 +415,7 @@ class KernelCode:
             warn(message, loader.FallbackWarning)
         return self._refer(*args)
 
-    # ---- launching -------------------------------------------------------------------------------
+    # ---- launching ----
 
     def _first_launch(self, *arguments: Any) -> int:
         self.names["_launch"] = found = launch.driver_call()

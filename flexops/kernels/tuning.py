@@ -103,7 +103,7 @@ class Tuner:
         ]
         return measure([functools.partial(run, *own) for run in self.runs])
 
-    # ---- in the cache ----------------------------------------------------------------------------
+    # ---- in the cache ----
 
     def _place(self, kind: tuple[str, str]) -> tuple[str, str]:
         gpu, what = kind

@@ -412,7 +412,7 @@ for _name in (*COMPARISONS, "neg", "abs", "invert"):
 setattr(_Traced, "__pos__", lambda self: self)  # noqa: B010  mypy knows no such attribute
 
 
-# ---- torch's functions ------------------------------------------------------------------------
+# ---- torch's functions ----
 
 
 def _clamp(t: Trace, x: Any, min: Any = None, max: Any = None) -> Any:
@@ -607,7 +607,7 @@ def _elementwise(trace: Trace, name: str, args: Any, kwargs: Any) -> Any:
     return Vector(trace, items)
 
 
-# ---- tracing ----------------------------------------------------------------------------------
+# ---- tracing ----
 
 
 class _Tracing(TorchFunctionMode):

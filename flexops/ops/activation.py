@@ -120,7 +120,7 @@ def geglu(
     return result
 
 
-# ---- checks --------------------------------------------------------------------------------------
+# ---- checks ----
 
 
 def _check_biased(op: str, x: Tensor) -> None:
@@ -154,7 +154,7 @@ def not_tanh(op: str, approximate: str) -> bool:
     return False
 
 
-# ---- references: plain PyTorch -------------------------------------------------------------------
+# ---- references: plain PyTorch ----
 
 
 # Not torch's own: those of 1 + erf(x) and 1 + tanh(u) have no digits left where x is far below 0.
@@ -244,7 +244,7 @@ def gated_backward_reference(
     return packed.to(gate.dtype).contiguous(), gate.new_empty(0)
 
 
-# ---- operators -----------------------------------------------------------------------------------
+# ---- operators ----
 
 
 def _keep(ctx: Any, args: tuple[Any, ...], _: Tensor) -> None:

@@ -91,7 +91,7 @@ def blocks(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
-# --- the reference --------------------------------------------------------------------------------
+# ---- the reference ----
 
 
 def dequantize_averages(codes: Tensor, scales: Tensor) -> Tensor:

@@ -172,7 +172,7 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-# ---- the operators' arguments, from the public ones -------------------------------------------
+# ---- the operators' arguments, from the public ones ----
 
 
 def usual_options(
@@ -262,7 +262,7 @@ class _OfTables(torch.autograd.Function):
         return (grad, grad_lse, *[None] * 6, *found.values())
 
 
-# ---- autograd ------------------------------------------------------------------------------------
+# ---- autograd ----
 
 
 def _keep(ctx: Any, args: tuple[Any, ...], results: tuple[Tensor, Tensor]) -> None:
@@ -374,7 +374,7 @@ by_kernels = caller(torch.ops.flexops.attention.default)
 _composed = caller(torch.ops.flexops.attention_composed.default)
 
 
-# ---- operations, for torch's counter -------------------------------------------------------------
+# ---- operations, for torch's counter ----
 
 
 def _flops(q: Tensor, k: Tensor, v: Tensor, *given: Any, **named: Any) -> int:

@@ -163,7 +163,7 @@ def _shape(tensor: Tensor) -> list[int]:
     return list(tensor.shape)
 
 
-# ---- the ops: x, [B, L, D]; weight, [4, D] -------------------------------------------------------
+# ---- the ops: x, [B, L, D]; weight, [4, D] ----
 
 
 def _filtered(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

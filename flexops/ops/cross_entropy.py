@@ -135,7 +135,7 @@ def _has_rows(logits: Tensor) -> bool:
     return (classes == 1 or inner == 1) and (rows <= 1 or step >= classes)
 
 
-# ---- the ops: logits, [N, V], target [N] ---------------------------------------------------------
+# ---- the ops: logits, [N, V], target [N] ----
 
 
 def divisor_of(target: Tensor, ignore_index: int, reduction: int, dtype: torch.dtype) -> Tensor:

@@ -136,7 +136,7 @@ def add_bias(rows: Tensor, bias: Tensor, order: Order) -> Tensor:
     return result
 
 
-# ---- checks --------------------------------------------------------------------------------------
+# ---- checks ----
 
 
 def _check(
@@ -180,7 +180,7 @@ def check_choices(choices: Tensor, experts: int) -> None:
             )
 
 
-# ---- references ----------------------------------------------------------------------------------
+# ---- references ----
 
 
 def _order_reference(choices: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -253,7 +253,7 @@ def _gate_backward_reference(
     return of_packed.to(packed.dtype), of_weights.view(weights.shape)
 
 
-# ---- the means: kernels where rows are whole vectors ---------------------------------------------
+# ---- the means: kernels where rows are whole vectors ----
 
 
 def _fits(x: Tensor) -> bool:
@@ -285,7 +285,7 @@ def _as_weights(weights: Tensor, like: Tensor) -> Tensor:
     return weights.to(torch.float64 if like.dtype == torch.float64 else torch.float32)
 
 
-# ---- the operators -------------------------------------------------------------------------------
+# ---- the operators ----
 
 
 def _forward(

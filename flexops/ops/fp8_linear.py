@@ -167,7 +167,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str) -> None:
         )
 
 
-# ---- quantization --------------------------------------------------------------------------------
+# ---- quantization ----
 
 
 def _scales(largest: Tensor) -> Tensor:
@@ -292,7 +292,7 @@ def _product(
     return (result if bias is None else result + bias).to(dtype)
 
 
-# ---- gradients -----------------------------------------------------------------------------------
+# ---- gradients ----
 
 
 class _NormRows(torch.autograd.Function):

@@ -84,7 +84,7 @@ def gated_rms_norm(
     return result.view(x.shape)
 
 
-# ---- the ops: x, [tokens, H] ---------------------------------------------------------------------
+# ---- the ops: x, [tokens, H] ----
 
 
 def _scaled(u: Tensor, eps: float, groups: int) -> Tensor:

@@ -55,7 +55,7 @@ def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return result
 
 
-# ---- checks --------------------------------------------------------------------------------------
+# ---- checks ----
 
 
 def _check(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
@@ -95,7 +95,7 @@ def _ends(offsets: Tensor, rows: int) -> list[int]:
     return ends
 
 
-# ---- the products --------------------------------------------------------------------------------
+# ---- the products ----
 
 
 @functools.cache

@@ -154,7 +154,7 @@ def _window_of(window: tuple[int | None, int | None]) -> tuple[int, int]:
         raise
 
 
-# ---- checks --------------------------------------------------------------------------------------
+# ---- checks ----
 
 
 _NAME = "flexops.attention_with_kvcache"
@@ -249,7 +249,7 @@ def _check_rotary(q: Tensor, k: Any, cos: Any, sin: Any) -> None:
             )
 
 
-# ---- the reference: plain PyTorch ----------------------------------------------------------------
+# ---- the reference: plain PyTorch ----
 
 
 def _reference(

@@ -234,7 +234,7 @@ def _takes_kernels(q: Tensor) -> bool:
     return q.is_cuda and q.dtype in HALVES and q.shape[-1] in (64, 128, 256)
 
 
-# ---- the references: plain PyTorch ---------------------------------------------------------------
+# ---- the references: plain PyTorch ----
 
 
 def _quantized(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -211,7 +211,7 @@ def check_weights(
         check_shape(op, "bias", bias, weight.shape[:1])
 
 
-# ---- chunks of the rows of x, [N, H] -------------------------------------------------------------
+# ---- chunks of the rows of x, [N, H] ----
 
 
 class _Options(NamedTuple):
@@ -450,7 +450,7 @@ def _extras(
     )
 
 
-# ---- operators -----------------------------------------------------------------------------------
+# ---- operators ----
 
 
 def _reference(

@@ -141,7 +141,7 @@ def _kept_rows(
     return chunks[0].stop, chunks[-1].stop - chunks[-_KEPT:][0].start
 
 
-# ---- operators: x, [N, H], target [N] ------------------------------------------------------------
+# ---- operators: x, [N, H], target [N] ----
 
 
 class _Layer:

@@ -110,7 +110,7 @@ def check_numbers(where: str, temperature: float, softcap: float | None) -> None
         soft_cap(f"{where} softcap", softcap, "None")
 
 
-# ---- the ops: logits, [N, V], target [N] ---------------------------------------------------------
+# ---- the ops: logits, [N, V], target [N] ----
 
 
 def _scaled(logits: Tensor, temperature: float, softcap: float) -> tuple[Tensor, Tensor | None]:

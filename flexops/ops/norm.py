@@ -130,7 +130,7 @@ def add_rms_norm(
     return results
 
 
-# ---- arguments: what the declaration does not say ------------------------------------------------
+# ---- arguments: what the declaration does not say ----
 
 
 def check_row(name: str, x: Tensor, eps: float) -> None:
@@ -153,7 +153,7 @@ def check_eps(name: str, eps: float) -> None:
         raise ValueError(f"flexops.{name}: eps must be at least 0, got {eps}")
 
 
-# ---- references: float32 inside, float64 for float64 ---------------------------------------------
+# ---- references: float32 inside, float64 for float64 ----
 
 
 def normalize(
@@ -188,7 +188,7 @@ def _reference(centered: bool, added: bool, x: Tensor, *rest: Any) -> tuple[Tens
     return y.to(x.dtype).contiguous(), *sums, statistics
 
 
-# ---- gradients -----------------------------------------------------------------------------------
+# ---- gradients ----
 
 
 def _gradient(centered: bool, added: bool) -> tuple[Callable[..., None], Callable[..., Any]]:

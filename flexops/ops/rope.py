@@ -170,7 +170,7 @@ class _InPlace(torch.autograd.Function):
         )
 
 
-# ---- checks --------------------------------------------------------------------------------------
+# ---- checks ----
 
 
 def _fail(message: str, error: type[Exception] = ValueError) -> None:
@@ -244,7 +244,7 @@ def _check_writable(query: Tensor, key: Tensor | None) -> None:
             )
 
 
-# ---- the reference: plain PyTorch ----------------------------------------------------------------
+# ---- the reference: plain PyTorch ----
 
 
 def _pairs(table: Tensor) -> int:

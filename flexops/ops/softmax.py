@@ -105,7 +105,7 @@ def _check_scale(where: str, scale: Any) -> None:
         raise ValueError(f"{where} scale must be finite in float32, got {scale}")
 
 
-# ---- the ops -------------------------------------------------------------------------------------
+# ---- the ops ----
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

@@ -215,7 +215,7 @@ class _named:
             raise AssertionError(f"{self.label}: {kind}{error}") from error
 
 
-# ---- checks of the first case --------------------------------------------------------------------
+# ---- checks of the first case ----
 
 
 def _any_strides(subject: _Subject, args: Args) -> None:

@@ -177,7 +177,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-# ---- /proc ---------------------------------------------------------------------------------------
+# ---- /proc ----
 
 
 def children(parent: int) -> Iterator[tuple[int, int, float]]:
@@ -215,7 +215,7 @@ def command_of(process: int) -> str:
         return ""
 
 
-# ---- a worker ------------------------------------------------------------------------------------
+# ---- a worker ----
 
 
 class JsonChild:

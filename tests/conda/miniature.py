@@ -157,7 +157,7 @@ class Miniature:
         package.run_exports = run_exports
         return self.add(package)
 
-    # ---- what this machine has -------------------------------------------------------------------
+    # ---- what this machine has ----
 
     def add_python(self) -> None:
         package = self.new("python", ".".join(map(str, sys.version_info[:3])))

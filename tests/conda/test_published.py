@@ -141,7 +141,7 @@ def test_what_a_package_is_dated_by(tmp_path, monkeypatch):
             sealing.source_date(tmp_path)
 
 
-# ---- what check notices --------------------------------------------------------------------------
+# ---- what check notices ----
 
 
 def repodata(place: Place, change: Callable[[dict[str, object]], None]) -> None:
@@ -280,7 +280,7 @@ def test_index_rejects_a_misnamed_package(channel):
     assert "is misnamed: it holds flexops-" in caught.value.found
 
 
-# ---- a channel on the web ------------------------------------------------------------------------
+# ---- a channel on the web ----
 
 
 def test_a_channel_on_the_web_is_checked_and_never_written(channel, address, world, tmp_path):
@@ -322,7 +322,7 @@ def test_an_address_that_holds_no_channel_is_said_to(address):
         audit(Place.parse(f"{address}/nowhere"), "flexops")
 
 
-# ---- where no channel can be ---------------------------------------------------------------------
+# ---- where no channel can be ----
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def run(stand_ins: Path) -> Run:
     return functools.partial(stand_in_driver.run, stand_ins)
 
 
-# ---- what the driver answers ---------------------------------------------------------------------
+# ---- what the driver answers ----
 
 ATTEMPTS = """
 import os
@@ -261,7 +261,7 @@ attempt("another kernel", torch.bfloat16)
         assert "spawn" in child[name]
 
 
-# ---- code that is not available ------------------------------------------------------------------
+# ---- code that is not available ----
 
 
 def copy_of_cache(cache: Path, *patterns: str) -> None:
@@ -374,7 +374,7 @@ def test_two_processes_with_different_nvrtcs_share_a_cache(run, tmp_path, requir
     assert sorted(made) == ["NVRTC 12.1", "NVRTC 13.0"]
 
 
-# ---- every family --------------------------------------------------------------------------------
+# ---- every family ----
 
 
 @pytest.mark.extra
@@ -499,7 +499,7 @@ said["status"] = {{one.op: [one.backend, one.reason] for one in flexops.status()
     assert all("FLEXOPS_JIT=0" in reason for _, reason in status.values())
 
 
-# ---- which GPUs there are ------------------------------------------------------------------------
+# ---- which GPUs there are ----
 
 
 def test_nvml_tells_of_mig_slices(stand_ins, monkeypatch):

@@ -99,7 +99,7 @@ def is_(finding: Finding, status: str, *words: str) -> None:
         assert finding.fix, finding
 
 
-# ---- machine -------------------------------------------------------------------------------------
+# ---- machine ----
 
 
 def test_platform():
@@ -287,7 +287,7 @@ def test_torch_gpu(fact, gpus, visible, status, word):
     is_(machine.torch_gpu(fact, gpus, variables), status, word)
 
 
-# ---- tools ---------------------------------------------------------------------------------------
+# ---- tools ----
 
 OTHER_MAJOR = BARE._replace(
     host=GCC,
@@ -471,7 +471,7 @@ def test_an_op_counts_as_compiled_only_if_its_library_would_be_loaded():
     assert not tools.has_library(facts, "cuda", OPS)
 
 
-# ---- building ------------------------------------------------------------------------------------
+# ---- building ----
 
 CACHE = CacheFact(
     Path("/home/user/.cache/flexops"),
@@ -672,7 +672,7 @@ def test_op_trial(fact, fallback, status, words):
     assert finding.id == f"op-adam-{fact.device.replace(':', '-')}"
 
 
-# ---- target --------------------------------------------------------------------------------------
+# ---- target ----
 
 ROW = targets.load().find("cu130-sm90")
 PINNED = replace(CUDA_TORCH, version=f"{ROW.torch}+cu130")

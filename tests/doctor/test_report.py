@@ -255,7 +255,7 @@ def test_an_unknown_target_is_a_finding():
     assert any(one.id == "target" and "flexops target list" in one.fix for one in found.findings)
 
 
-# ---- trials: what the parent makes of the children -----------------------------------------------
+# ---- trials: what the parent makes of the children ----
 
 
 def children(*ends: Child) -> Callable[..., Child]:

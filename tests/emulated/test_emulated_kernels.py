@@ -64,7 +64,7 @@ def emulated(machine: dict[str, str], *selection: str, **variables: str) -> int:
     return int(found[1]) if found else 0
 
 
-# ---- a header of which other projects' kernels are made ------------------------------------------
+# ---- a header of which other projects' kernels are made ----
 
 
 @pytest.mark.extra
@@ -99,7 +99,7 @@ def test_elements_of_any_number_at_any_address_are_mapped():
             assert (whole[:shift] == 99).all()
 
 
-# ---- operators -----------------------------------------------------------------------------------
+# ---- operators ----
 
 QUICK = (
     ("tests/ops/test_norm.py", "tests/ops/test_lion.py", "tests/emulated/attention_forward.py"),
@@ -254,7 +254,7 @@ def test_mixtures_of_experts(machine):
     assert emulated(machine, "tests/gpu/test_experts_gpu.py", "-k", GROUPED) > 40
 
 
-# ---- people's own sources ------------------------------------------------------------------------
+# ---- people's own sources ----
 
 SOURCE = r"""
 #include <torch/extension.h>

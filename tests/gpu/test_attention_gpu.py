@@ -108,7 +108,7 @@ def qkv(
     )
 
 
-# ---- tilings -------------------------------------------------------------------------------------
+# ---- tilings ----
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -219,7 +219,7 @@ def test_no_worse_than_torchs_flash_backend(dtype, columns, inputs, way):
         assert distance_of(actual, value) <= 1.1 * distance_of(rival, value), f"{what}: {found}"
 
 
-# ---- what scores may be --------------------------------------------------------------------------
+# ---- what scores may be ----
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -399,7 +399,7 @@ def test_large_logits():
     assert found["lse"] < 1e-4
 
 
-# ---- what tensors may be -------------------------------------------------------------------------
+# ---- what tensors may be ----
 
 
 @pytest.mark.parametrize(
@@ -536,7 +536,7 @@ def test_gradients_over_262144_keys():
             )
 
 
-# ---- few queries, many keys ----------------------------------------------------------------------
+# ---- few queries, many keys ----
 
 
 @pytest.mark.parametrize(
@@ -646,7 +646,7 @@ def test_query_heads_that_share_a_key_head(columns, split):
     assert_close(errors(q[:1, :50], k[:1, :70, :1], v[:1, :70, :1, : columns // 2]), torch.bfloat16)
 
 
-# ---- always the same -----------------------------------------------------------------------------
+# ---- always the same ----
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -773,7 +773,7 @@ def test_first_launch_in_graph_capture():
     completed([sys.executable, "-c", FIRST_LAUNCH], env=environment)
 
 
-# ---- what kernels do not take --------------------------------------------------------------------
+# ---- what kernels do not take ----
 
 
 @pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")

@@ -355,7 +355,7 @@ def test_an_edit_of_a_kernel_is_new_code_and_the_module_before_keeps_its_own(peo
     assert torch.equal(people.scale(x, 2.0), x * 2)
 
 
-# ---- first launches, in processes of their own ---------------------------------------------------
+# ---- first launches, in processes of their own ----
 
 START = """
 import sys, threading, torch, flexops
@@ -410,7 +410,7 @@ def test_first_launches_of_several_threads_where_nothing_may_be_compiled(sources
     """, sources, FLEXOPS_JIT="0")  # fmt: skip
 
 
-# ---- beside nvcc ---------------------------------------------------------------------------------
+# ---- beside nvcc ----
 
 
 @pytest.mark.slow

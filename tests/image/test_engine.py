@@ -50,7 +50,7 @@ def containers(engine: Any) -> set[str]:
     return {one["Id"] for one in engine.api.containers(all=True)}
 
 
-# ---- an image that works -------------------------------------------------------------------------
+# ---- an image that works ----
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_a_projects_wheel_is_made_in_a_dev_image_and_runs_where_nothing_compiles
     assert "device='cpu', backend='aot'" in out
 
 
-# ---- the entrypoint, in a container of the base alone ------------------------------------------
+# ---- the entrypoint, in a container of the base alone ----
 
 
 def enter(engine: Any, base: str, *command: str, **options: Any) -> tuple[int, str, str]:
@@ -321,7 +321,7 @@ def test_a_mounted_workspace_of_another_user_is_named(engine, base, tmp_path, re
     assert enter(engine, base, "true", user="10001:10001", **options) == (0, "", "")
 
 
-# ---- the wheel, and nothing else -----------------------------------------------------------------
+# ---- the wheel, and nothing else ----
 
 ALONE = """
 command -v python3 >/dev/null || exit 7
@@ -367,7 +367,7 @@ def test_the_wheel_alone_computes_with_every_operator(engine, base, wheels, tmp_
     assert all(one["max_error"] <= TOLERANCE for one in trials.values()), trials
 
 
-# ---- rebuilding ----------------------------------------------------------------------------------
+# ---- rebuilding ----
 
 
 def test_a_rebuild_of_the_same_is_the_same_image(image, engine, checkout, cpu_image):
@@ -410,7 +410,7 @@ def test_an_edit_rebuilds_what_depends_on_it(image, checkout, cpu_image):
     assert compiled(log) == ["quant-cpu"]
 
 
-# ---- builds that cannot succeed ------------------------------------------------------------------
+# ---- builds that cannot succeed ----
 
 
 def test_a_broken_kernel_shows_the_compilers_error(engine, image, checkout, cpu_image, tmp_path):

@@ -53,7 +53,7 @@ CPU, CUDA, ROCM = MATRIX.cpu, MATRIX.find("cu130-sm90"), MATRIX.find("rocm72-gfx
 DOCKERFILES = [ROOT / image_files.dockerfile_path(row.accelerator) for row in (CPU, CUDA, ROCM)]
 
 
-# ---- names ---------------------------------------------------------------------------------------
+# ---- names ----
 
 
 def test_rows_by_id_and_glob():
@@ -102,7 +102,7 @@ def test_an_unknown_stage_names_the_known():
     assert "runtime | dev" in str(caught.value)
 
 
-# ---- what is rendered ----------------------------------------------------------------------------
+# ---- what is rendered ----
 
 
 @pytest.mark.parametrize("row", MATRIX.targets, ids=MATRIX.ids)
@@ -280,7 +280,7 @@ def test_a_docker_without_buildkit_is_rejected(said, tmp_path, monkeypatch):
     assert "docker-buildx" in caught.value.fix
 
 
-# ---- a row gets its torch ----------------------------------------------------------------------
+# ---- a row gets its torch ----
 
 
 def torch_wheel(folder: Path, cuda: str | None, hip: str | None = None) -> None:
@@ -422,7 +422,7 @@ def test_there_is_no_package_called_docker():
     assert not (ROOT / "docker" / "__init__.py").exists()
 
 
-# ---- locks ---------------------------------------------------------------------------------------
+# ---- locks ----
 
 LOCKED = locks.choose(MATRIX, [])
 
@@ -489,7 +489,7 @@ def test_wheels_are_locked_by_their_content(tmp_path):
     assert re.fullmatch(r"some-name==1\.0\+cpu --hash=sha256:[0-9a-f]{64}\n", done.stdout)
 
 
-# ---- Dockerfile and context ----------------------------------------------------------------------
+# ---- Dockerfile and context ----
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
@@ -527,7 +527,7 @@ def sent_files(folder: Path, bundle: Path | None = None) -> set[str]:
     return {str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file()}
 
 
-# ---- failures ------------------------------------------------------------------------------------
+# ---- failures ----
 
 FROM = Step(3, 60, "FROM nvidia/cuda:1 AS toolchain")
 RUN = Step(15, 60, "RUN sh /opt/docker/fetch_wheels.sh")
@@ -609,7 +609,7 @@ def test_without_the_sdk_the_folder_is_not_taken_for_it(tmp_path):
     assert "pip install ./tools" in done.stderr
 
 
-# ---- a build by a stand-in for docker -----------------------------------------------------------
+# ---- a build by a stand-in for docker ----
 
 
 class FakeImage:
@@ -774,7 +774,7 @@ def test_the_origin(tmp_path):
     assert building.origin(tmp_path)["REVISION"].endswith("+changed")
 
 
-# ---- GPU options ---------------------------------------------------------------------------------
+# ---- GPU options ----
 
 NVIDIA = {"device_requests": [{"Driver": "", "Count": -1, "Capabilities": [["gpu"]]}]}
 CDI = {"device_requests": [{"Driver": "cdi", "DeviceIDs": ["nvidia.com/gpu=all"]}]}
@@ -804,7 +804,7 @@ def test_gpu_options(row, info, host, options, note):
     assert bool(note) == bool(found.note)
 
 
-# ---- judgement -----------------------------------------------------------------------------------
+# ---- judgement ----
 
 
 def facts(row: targets.Target, **changes: Any) -> ImageFacts:
@@ -1040,7 +1040,7 @@ def test_the_systems_packages_are_in_the_list_of_contents():
     assert "@1%3A1.34?" in found[1]["purl"]
 
 
-# ---- the entrypoint ------------------------------------------------------------------------------
+# ---- the entrypoint ----
 
 
 def entrypoint(

@@ -93,7 +93,7 @@ def assert_no_worse_than_rounding(model: Any, dtype: torch.dtype) -> None:
     assert (logits(model) - exact).abs().max() <= 1.5 * rounded + 1e-6
 
 
-# ---- the formats ---------------------------------------------------------------------------------
+# ---- the formats ----
 
 
 @pytest.mark.parametrize("kind", ["gptq", "awq"])
@@ -294,7 +294,7 @@ def test_tensors_of_a_checkpoint_are_freed_layer_by_layer(
     assert freed[-1] >= 12
 
 
-# ---- quantized by flexops ------------------------------------------------------------------------
+# ---- quantized by flexops ----
 
 
 @pytest.mark.parametrize(
@@ -459,7 +459,7 @@ def test_routers_keep_16_bits() -> None:
     assert list(layers(model)) == ["gate_proj"]
 
 
-# ---- modules of other libraries ------------------------------------------------------------------
+# ---- modules of other libraries ----
 
 
 def hosted(module: str, name: str, kind: str) -> Any:
@@ -565,7 +565,7 @@ def test_a_layout_of_a_kernel_is_left_with_the_reason() -> None:
     assert not layers(model)
 
 
-# ---- adapters ------------------------------------------------------------------------------------
+# ---- adapters ----
 
 
 @pytest.mark.parametrize("order", ["patch", "adapt"])
@@ -609,7 +609,7 @@ def test_weights_below_adapters_are_quantized_and_adapters_are_not() -> None:
     model(X, labels=X).loss.backward()
 
 
-# ---- bad input -----------------------------------------------------------------------------------
+# ---- bad input ----
 
 Change = Callable[[dict[str, Tensor]], None]
 Q = "model.layers.0.self_attn.q_proj"
@@ -882,7 +882,7 @@ def test_casting_keeps_the_scales() -> None:
     assert torch.isfinite(logits(moved)).all()
 
 
-# ---- the guide -----------------------------------------------------------------------------------
+# ---- the guide ----
 
 
 def test_the_code_of_the_guide_runs(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ class TestLayerContract(Contract):
     )  # fmt: skip
 
 
-# ---- what is kept for the backward pass ----------------------------------------------------------
+# ---- what is kept for the backward pass ----
 
 
 def kept_bytes(forward: Callable[[], Tensor], parameters: tuple[Tensor, ...]) -> int:
@@ -241,7 +241,7 @@ class TestContract(Contract):
     )  # fmt: skip
 
 
-# ---- float64 -------------------------------------------------------------------------------------
+# ---- float64 ----
 
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "gelu": (flexops.bias_gelu, F.gelu),
@@ -331,7 +331,7 @@ def test_special_values_are_as_documented(which, dtype):
     assert not slope[3:].isnan().any()
 
 
-# ---- ways to call --------------------------------------------------------------------------------
+# ---- ways to call ----
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -125,7 +125,7 @@ class TestCopies(StepContract):
             self.optimizer([torch.nn.Parameter(torch.randn(9, dtype=torch.complex64))])
 
 
-# --- copies in a second dtype ---------------------------------------------------------------------
+# ---- copies in a second dtype ----
 
 
 def lists_and_copies(
@@ -244,7 +244,7 @@ def test_copies_of_parameters_that_come_later():
     assert torch.equal(optimizer.copies[second], second.bfloat16())
 
 
-# --- what else is special -------------------------------------------------------------------------
+# ---- what else is special ----
 
 
 def test_the_native_operator_rejects_wrong_tensors_by_itself():
@@ -315,7 +315,7 @@ def test_tensor_subclass_gradients_of_distributed_tensors():
         torch.distributed.destroy_process_group()
 
 
-# --- states of 16 bits ----------------------------------------------------------------------------
+# ---- states of 16 bits ----
 
 
 def narrow_lists(dtype: torch.dtype, state_dtype: torch.dtype, device: str, amsgrad: bool) -> Lists:
@@ -471,7 +471,7 @@ def test_copies_beside_narrow_states():
         assert torch.equal(optimizer.copies[param], param.bfloat16())
 
 
-# ---- clipping within the step --------------------------------------------------------------------
+# ---- clipping within the step ----
 
 
 @ON_BOTH

@@ -303,7 +303,7 @@ def test_scales_that_are_too_few_are_named():
     assert lists[4][9][9] == 0
 
 
-# ---- state dicts of other formats ---------------------------------------------------------------
+# ---- state dicts of other formats ----
 
 
 def _trained(kind: Any, shape: tuple[int, ...] = (70, 80), **options: Any) -> tuple[Any, Any]:

@@ -282,7 +282,7 @@ def draw(
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-# ---- every option --------------------------------------------------------------------------------
+# ---- every option ----
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
@@ -597,7 +597,7 @@ def test_packed_sequences_are_what_they_are_alone():
         assert distance_of(one, other) < 1e-6
 
 
-# ---- in torch's machinery ------------------------------------------------------------------------
+# ---- in torch's machinery ----
 
 
 def test_checkpointing_gives_the_same_gradients():
@@ -636,7 +636,7 @@ def test_operations_are_counted_as_torchs_own_are():
     assert sdpa_flop_count(*shapes) == 2 * products
 
 
-# ---- torch's arguments ---------------------------------------------------------------------------
+# ---- torch's arguments ----
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(9, 9), (9, 12), (12, 9)])

@@ -39,7 +39,7 @@ def draw(
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-# ---- every option at random ----------------------------------------------------------------------
+# ---- every option at random ----
 
 LENGTHS = st.one_of(st.integers(1, 9), st.sampled_from([16, 17, 63, 64, 65, 130]))
 COLUMNS = st.one_of(st.integers(1, 20), st.sampled_from([31, 32, 40, 64, 65, 96, 128]))
@@ -119,7 +119,7 @@ def test_any_problem(level, problem):
         assert_right(problem)
 
 
-# ---- as exact as torch's kernel ------------------------------------------------------------------
+# ---- as exact as torch's kernel ----
 
 
 def each_error(
@@ -170,7 +170,7 @@ def test_errors_are_no_larger_than_those_of_torchs_flash_kernel(dtype, size):
             assert mean <= 1.25 * their_mean, (ours, theirs)
 
 
-# ---- what they must not do -----------------------------------------------------------------------
+# ---- what they must not do ----
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -259,7 +259,7 @@ def test_decoding(window, dtype):
                 assert_close(found, dtype)
 
 
-# ---- packed sequences ----------------------------------------------------------------------------
+# ---- packed sequences ----
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -346,7 +346,7 @@ def test_rows_of_no_sequence_are_zeros_and_wrong_lengths_stay_inside():
     call([-5, 3, 40, 7], 10)
 
 
-# ---- special values ------------------------------------------------------------------------------
+# ---- special values ----
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -23,7 +23,7 @@ from flexops.ops import linear_cross_entropy as linear_module
 CLASSES = (1, 2, 3, 10, 33, 100, 1000, 1024, 1025, 1031, 4096, 10007, 32000, 50257)
 
 
-# ---- the contract --------------------------------------------------------------------------------
+# ---- the contract ----
 
 
 def ours(**options: Any) -> Callable[..., Tensor]:
@@ -281,7 +281,7 @@ def test_cpu_gives_what_the_reference_gives(block):
         compare_all(seed, "cpu", CLASSES)
 
 
-# ---- against torch -------------------------------------------------------------------------------
+# ---- against torch ----
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -340,7 +340,7 @@ def test_z_loss_and_smoothing_by_autograd(dtype, inplace):
     )
 
 
-# ---- special values ------------------------------------------------------------------------------
+# ---- special values ----
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -411,7 +411,7 @@ def test_large_logits_do_not_overflow(dtype):
     torch.testing.assert_close(loss, torch.tensor([2.0, 3.0]).log(), atol=1e-2, rtol=0)
 
 
-# ---- in place ------------------------------------------------------------------------------------
+# ---- in place ----
 
 
 def test_the_gradient_lies_over_the_logits():
@@ -467,7 +467,7 @@ def test_in_place_with_gaps_between_rows(reduction):
     assert torch.equal(wide[:, 67:], before[:, 67:])
 
 
-# ---- the linear layer ----------------------------------------------------------------------------
+# ---- the linear layer ----
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 7, 100])
@@ -609,7 +609,7 @@ def test_what_is_free_bounds_the_chunk_and_the_sum():
         )
 
 
-# ---- the soft cap, and what else is returned -----------------------------------------------------
+# ---- the soft cap, and what else is returned ----
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -119,7 +119,7 @@ def compare_with_reference(seed: int, device: str = "cpu") -> None:
         )
 
 
-# ---- native against reference --------------------------------------------------------------------
+# ---- native against reference ----
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -156,7 +156,7 @@ def test_many_elements_on_all_threads():
         )
 
 
-# ---- results -------------------------------------------------------------------------------------
+# ---- results ----
 
 
 @pytest.fixture(params=["op", "reference"])
@@ -262,7 +262,7 @@ def test_a_given_scale_saturates():
     ]
 
 
-# ---- special rows --------------------------------------------------------------------------------
+# ---- special rows ----
 
 
 @pytest.mark.parametrize(("code", "scaling"), SCALINGS)
@@ -311,7 +311,7 @@ def test_tiny_numbers_do_not_overflow(code):
     ).all()
 
 
-# ---- being an op ---------------------------------------------------------------------------------
+# ---- being an op ----
 
 
 @pytest.mark.parametrize(("code", "scaling"), SCALINGS)
@@ -462,7 +462,7 @@ def test_opcheck():
         torch.library.opcheck(ops.dequantize_int8.default, (*ops.quantize_int8(x), torch.float32))
 
 
-# ---- the shared contract -------------------------------------------------------------------------
+# ---- the shared contract ----
 
 
 def rows(make: Make, shape: Shape) -> tuple[Tensor]:

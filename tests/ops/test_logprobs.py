@@ -153,7 +153,7 @@ def test_cpu_gives_what_the_reference_gives(block):
         check_draw(seed, "cpu")
 
 
-# ---- special values ------------------------------------------------------------------------------
+# ---- special values ----
 
 
 @pytest.mark.parametrize("softcap", [None, 4.0])
@@ -184,7 +184,7 @@ def test_another_ignored_class():
     assert flexops.linear_logprobs(hidden, weight, target, ignore_index=1)[1] == 0
 
 
-# ---- chunks --------------------------------------------------------------------------------------
+# ---- chunks ----
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 7, 20, 64])

@@ -216,7 +216,7 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
         native_kernels(family, "cpu")
 
 
-# ---- every length, mixed dtypes ------------------------------------------------------------------
+# ---- every length, mixed dtypes ----
 
 
 def compare_everything(seeds: range) -> None:
@@ -274,7 +274,7 @@ def test_the_number_of_threads_changes_no_bit():
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-# ---- special values ------------------------------------------------------------------------------
+# ---- special values ----
 
 
 @pytest.mark.parametrize("native_kernels", [True, False])
@@ -322,7 +322,7 @@ def test_one_column():
     )
 
 
-# ---- codes ---------------------------------------------------------------------------------------
+# ---- codes ----
 
 
 @pytest.mark.usefixtures("native")
@@ -393,7 +393,7 @@ def test_codes_are_not_differentiable():
     assert not total.requires_grad
 
 
-# ---- gradients -----------------------------------------------------------------------------------
+# ---- gradients ----
 
 
 @pytest.mark.parametrize("x_dtype", DTYPES)

@@ -66,7 +66,7 @@ def error_bound(x: torch.Tensor, q: QuantizedTensor) -> torch.Tensor:
     )
 
 
-# ---- results -------------------------------------------------------------------------------------
+# ---- results ----
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -193,7 +193,7 @@ def test_halves_round_to_even():
     assert q.packed.tolist() == [0x00, 0x22, 0x4F]
 
 
-# ---- special groups ------------------------------------------------------------------------------
+# ---- special groups ----
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -258,7 +258,7 @@ def test_a_tiny_span_does_not_overflow_the_scale():
     assert (flexops.dequantize(q) - x).abs().max() <= 1e-40
 
 
-# ---- native against reference --------------------------------------------------------------------
+# ---- native against reference ----
 
 
 def compare_with_reference(seed: int) -> None:
@@ -363,7 +363,7 @@ def test_dequantize_to_another_dtype(dtype):
     )
 
 
-# ---- being an op ---------------------------------------------------------------------------------
+# ---- being an op ----
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 64), (3, 0), (2, 0, 5), (2, 5, 0)])

@@ -257,7 +257,7 @@ class TestContractInPlace(Contract):
     test_gradcheck = None  # what is written in place has its gradient outside of the operator
 
 
-# ---- more than the contract ----------------------------------------------------------------------
+# ---- more than the contract ----
 
 
 @pytest.fixture(scope="module")

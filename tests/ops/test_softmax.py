@@ -138,7 +138,7 @@ def test_cpu_gives_what_the_reference_gives(block):
         compare_all(seed, "cpu")
 
 
-# ---- masks ---------------------------------------------------------------------------------------
+# ---- masks ----
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, *DTYPES])
@@ -183,7 +183,7 @@ def test_causality_is_at_the_lower_right(queries, keys):
         assert not y[:, query, seen:].any()
 
 
-# ---- special values ------------------------------------------------------------------------------
+# ---- special values ----
 
 
 @pytest.fixture(params=["op", "reference"])

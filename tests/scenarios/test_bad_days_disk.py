@@ -53,7 +53,7 @@ def assert_said(result: dict[str, Any], *words: str) -> None:
     assert "Traceback" not in result["stderr"]
 
 
-# ---- a full disk ---------------------------------------------------------------------------------
+# ---- a full disk ----
 
 
 @contextmanager
@@ -144,7 +144,7 @@ def test_no_room_for_large_files(folder, limit):
     assert not list((folder / "cache" / ".tmp").iterdir())
 
 
-# ---- whose, and whether it may be written --------------------------------------------------------
+# ---- whose, and whether it may be written ----
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +291,7 @@ def test_a_ccache_that_cannot_write_does_not_cost_the_build(tmp_path, obedient, 
     assert Path(result["library"]).exists()
 
 
-# ---- damage --------------------------------------------------------------------------------------
+# ---- damage ----
 
 
 def flip(path: Path) -> None:
@@ -349,7 +349,7 @@ def test_json_of_any_kind_is_no_reason_to_raise(folder, which, text):
     assert_right(build(folder, folder / "cache"))
 
 
-# ---- time, home, locks ---------------------------------------------------------------------------
+# ---- time, home, locks ----
 
 
 @pytest.mark.parametrize("moment", [0.0, 4e9], ids=["1970", "2096"])

@@ -48,7 +48,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory, host_compiler: HostCompiler) 
     return Warm(tmp_path_factory.mktemp("warm"))
 
 
-# ---- the fallback --------------------------------------------------------------------------------
+# ---- the fallback ----
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_fallback_forbidden_raises_with_reason_and_fix(no_native):
         assert words in result["error"]
 
 
-# ---- the warm start ------------------------------------------------------------------------------
+# ---- the warm start ----
 
 
 def test_a_warm_start_starts_nothing_locks_nothing_and_writes_nothing(warm):
@@ -190,7 +190,7 @@ assert call.call()["backend"] == "jit"
     assert done.returncode == 0, done.stderr
 
 
-# ---- a broken torch ------------------------------------------------------------------------------
+# ---- a broken torch ----
 
 BROKEN = {
     "missing library": (

@@ -43,7 +43,7 @@ def assert_reference(result: dict[str, Any], *reasons: str) -> None:
     assert result["fix"] in result["warnings"][0]
 
 
-# ---- compilers -----------------------------------------------------------------------------------
+# ---- compilers ----
 
 
 def test_no_compiler_at_all(csrc, environment, tmp_path):
@@ -82,7 +82,7 @@ def test_a_compiler_that_crashes(csrc, environment, tmp_path, host_compiler):
     assert Path(result["log"]).exists()
 
 
-# ---- architectures -------------------------------------------------------------------------------
+# ---- architectures ----
 
 
 def test_no_list_and_no_gpu(csrc, environment, nvcc_toolkit):
@@ -96,7 +96,7 @@ def test_no_list_and_no_gpu(csrc, environment, nvcc_toolkit):
     assert result["architectures"][-1].endswith("+PTX")
 
 
-# ---- sources -------------------------------------------------------------------------------------
+# ---- sources ----
 
 
 def test_a_source_with_an_error(csrc, environment, host_compiler):
@@ -119,7 +119,7 @@ def test_a_source_with_an_error(csrc, environment, host_compiler):
     assert (fixed["values"], fixed["backend"]) == (SQUARED, "jit")
 
 
-# ---- another torch -------------------------------------------------------------------------------
+# ---- another torch ----
 
 
 def test_torch_changes_under_the_cache(csrc, environment, host_compiler):

@@ -260,7 +260,7 @@ def test_a_wheel_under_build_isolation(source, tmp_path):
     assert [file.name.endswith("-py3-none-any.whl") for file in tmp_path.glob("*.whl")] == [True]
 
 
-# ---- flexops build -------------------------------------------------------------------------------
+# ---- flexops build ----
 
 
 def memory_of_tree(pid: int) -> int:

@@ -97,7 +97,7 @@ def test_the_environment_limits_the_instruction_set():
         assert int(run.stdout) <= number
 
 
-# ---- operators that are wrong on purpose ---------------------------------------------------------
+# ---- operators that are wrong on purpose ----
 
 
 def doubled_is(function: Callable[[Tensor], Tensor]) -> Case:

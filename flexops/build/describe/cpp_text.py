@@ -240,7 +240,7 @@ def before_angles(tokens: Sequence[Token], partner: dict[int, int], number: int)
     return -1
 
 
-# ---- what #include lines reach ------------------------------------------------------------------
+# ---- what #include lines reach ----
 
 
 def reaches_first(header: str, text: str, folder: str, include_dirs: Sequence[str]) -> Verdict:

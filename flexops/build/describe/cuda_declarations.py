@@ -17,7 +17,7 @@ from . import cpp_text
 from .cpp_text import Token, Unclear, after_angles, before_angles, brackets
 from .cuda_names import DEVICE_NAMES, HOST_NAMESPACES
 
-# ---- names ---------------------------------------------------------------------------------------
+# ---- names ----
 
 _ATTRIBUTES = {
     "__global__": "global",
@@ -135,7 +135,7 @@ KNOWN = _NEVER | frozenset(
 OF_MATHEMATICS = re.compile(r"M_\w+|INFINITY|NAN|(?:U?INT|LONG|LLONG)_(?:MAX|MIN)")
 OF_LIMITS = re.compile(r"U?INT(?:8|16|32|64)_(?:MAX|MIN|C)|(?:FLT|DBL)_\w+")
 
-# ---- what there is no surely faithful translation of ---------------------------------------------
+# ---- what there is no surely faithful translation of ----
 
 _REFUSED = (
     (re.compile(r"__constant__|__managed__"), "a variable in constant or managed memory"),
@@ -174,7 +174,7 @@ _REFUSED = (
 )
 _FOLLOWED_BY = {"thrust": "::", "texture": "<", "surface": "<"}
 
-# ---- headers -------------------------------------------------------------------------------------
+# ---- headers ----
 
 FOR_BOTH = re.compile(
     r"cuda_(?:fp16|bf16|fp8|fp6|fp4)\.h|math_constants\.h|mma\.h|cuComplex\.h"
@@ -245,7 +245,7 @@ class File(NamedTuple):
     included: dict[int, File]
 
 
-# ---- files and macros ----------------------------------------------------------------------------
+# ---- files and macros ----
 
 
 _ALONE = re.compile(
@@ -380,7 +380,7 @@ def refuse(file: File) -> None:
                 raise Unsplittable(f"{what} ({word})", file.path, token.line)
 
 
-# ---- declarations --------------------------------------------------------------------------------
+# ---- declarations ----
 
 
 def items_of(file: File, first: int, last: int) -> Iterator[Item]:
@@ -540,7 +540,7 @@ def is_qualified(file: File, item: Item, name: Token) -> bool:
     return number > item.start and file.tokens[number - 1].text == "::"
 
 
-# ---- launches, parameters, variables -------------------------------------------------------------
+# ---- launches, parameters, variables ----
 
 
 def is_closed(tokens: Sequence[Token], number: int) -> bool:

@@ -108,7 +108,7 @@ def split(
     return Split(host, device, halves.words())
 
 
-# ---- the two halves ------------------------------------------------------------------------------
+# ---- the two halves ----
 
 
 class _Halves:
@@ -476,7 +476,7 @@ class _Halves:
         host.append(_Edit(tokens[end].end, tokens[end].end, ")"))
 
 
-# ---- texts ---------------------------------------------------------------------------------------
+# ---- texts ----
 
 
 def _line(number: int, path: str) -> str:

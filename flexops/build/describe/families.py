@@ -33,7 +33,7 @@ def _family(name: str, *declared: Declared, **fields: Any) -> OpSpec:
 _FLOATS = ("float32", "float16", "bfloat16")
 _ROOM = Output("16777216", "uint8")  # for what blocks of fp8_linear's kernels find in columns
 
-# ---- activation ----------------------------------------------------------------------------------
+# ---- activation ----
 
 _BIASED: dict[str, Any] = {
     "shapes": {"bias": "x[-1]"},
@@ -63,7 +63,7 @@ _GATED_BACKWARD: dict[str, Any] = {
 }
 _PAIR = "-> (Tensor, Tensor)"
 
-# ---- optimizers ----------------------------------------------------------------------------------
+# ---- optimizers ----
 
 _NUMBERS = ("lr_tensor", "grad_scale", "found_inf")
 _SCALED = (("grads", "grad_scale"),)
@@ -81,12 +81,12 @@ _ADAM_NUMBERS = (
 _ADAM_ROWS = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
 _LAMB_ROWS = Rows(("params", "grads", "exp_avgs", "exp_avg_sqs"), "state_steps", (), _SCALED)
 
-# ---- 4-bit weights -------------------------------------------------------------------------------
+# ---- 4-bit weights ----
 
 _INT4, _INT4_SIZES = "Tensor packed, Tensor scales, Tensor? zeros", "int n, int k, int group_size"
 _INT4_DTYPES: dict[str, Any] = {"packed": ("uint8",), "scales": _FLOATS, "zeros": _FLOATS}
 
-# ---- softmax and losses --------------------------------------------------------------------------
+# ---- softmax and losses ----
 
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, int reduction"
 _LOSSES: dict[str, Any] = {
@@ -99,7 +99,7 @@ _LOSSES: dict[str, Any] = {
     ),
 }
 
-# ---- mixtures of experts -------------------------------------------------------------------------
+# ---- mixtures of experts ----
 
 _HALVES = ("bfloat16", "float16")
 _GROUPED: dict[str, Any] = {
@@ -113,7 +113,7 @@ _MOVED: dict[str, Any] = {
     "strided": {"rows": "aligned"},
 }
 
-# ---- convolution and log-probabilities -----------------------------------------------------------
+# ---- convolution and log-probabilities ----
 
 _CONVOLUTION: dict[str, Any] = {
     "dtypes": {"weight": "float32", "bias": "float32"},
@@ -145,7 +145,7 @@ _LOGPROB_GRADIENTS: dict[str, Any] = {
     },
 }
 
-# ---- attention -----------------------------------------------------------------------------------
+# ---- attention ----
 
 ATTENTION_OPTIONS = (
     "bool heads_first=False, int window_right=-1, int window_left=-1, float? scale=None, bool"
@@ -170,7 +170,7 @@ _ATTENDED_STRIDES = dict.fromkeys("qkv", "aligned columns") | {
     "alibi_slopes": "any",
 }
 
-# ---- rotary embedding ----------------------------------------------------------------------------
+# ---- rotary embedding ----
 
 _ROTATED = "Tensor cos, Tensor sin, Tensor? positions, bool interleaved, bool inverse"
 _ROPE: dict[str, Any] = {
@@ -190,7 +190,7 @@ _ROPE: dict[str, Any] = {
     },
 }
 
-# ---- norms ---------------------------------------------------------------------------------------
+# ---- norms ----
 
 
 def _norm(schema: str, *results: Output, **said: Any) -> Declared:
@@ -230,7 +230,7 @@ _OF_INPUT = {"grad": "x", "grad_residual": "x", "weight": "x[-1]"}
 _INPUT_GRADIENT = Output("x", "x", when="need_x")
 _WEIGHT_GRADIENT = Output("x[-1]", "weight", when="need_weight and weight")
 
-# ---- attention over a cache ----------------------------------------------------------------------
+# ---- attention over a cache ----
 
 KVCACHE_ATTENTION = (
     "kvcache_attention_(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v,"
@@ -1017,7 +1017,7 @@ CATALOG: tuple[OpSpec, ...] = (
     ),
 )
 
-# ---- made of other operators ---------------------------------------------------------------------
+# ---- made of other operators ----
 
 _TRIPLE = "-> (Tensor, Tensor, Tensor)"
 _RESULTS = f"{ATTENTION_RESULTS}, {ATTENTION_OPTIONS}"

@@ -171,7 +171,7 @@ def _unread(schema: str, found: str) -> FlexopsError:
     )
 
 
-# ---- what a declaration says beside the schema ---------------------------------------------------
+# ---- what a declaration says beside the schema ----
 
 
 class Dimensions(NamedTuple):

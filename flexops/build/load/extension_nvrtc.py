@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _FIX = 'device_compiler="nvcc" (or FLEXOPS_DEVICE_COMPILER=nvcc), on a machine that has one'
 _LAUNCH_HEADER = "common/extension_launch.h"
 _STUB_NAME = re.compile(rb"[\w.$*]*E\d+" + STUB.encode() + rb"_\d+(?=\0)")
-# ---- nvcc's arguments ----------------------------------------------------------------------------
+# ---- nvcc's arguments ----
 
 # what says for which GPUs, which is known when a kernel is launched; how fast nvcc is, and how much
 # it talks
@@ -151,7 +151,7 @@ def flags_of(arguments: Sequence[str]) -> Flags:
     return Flags(tuple(host), tuple(device), tuple(include), tuple(dict.fromkeys(own)))
 
 
-# ---- the request, split --------------------------------------------------------------------------
+# ---- the request, split ----
 
 
 class Prepared(NamedTuple):
@@ -269,7 +269,7 @@ def _version_macros(torch: TorchBuild) -> tuple[str, ...]:
     )
 
 
-# ---- the kernels of a library --------------------------------------------------------------------
+# ---- the kernels of a library ----
 
 
 def kernel_of(stub: str) -> tuple[int, str] | None:
@@ -404,7 +404,7 @@ def _line(plans: Sequence[KernelPlan]) -> str:
     )
 
 
-# ---- in the process ------------------------------------------------------------------------------
+# ---- in the process ----
 
 
 def attach(library: Path, programs: Sequence[Program | InstalledProgram]) -> None:

@@ -103,7 +103,7 @@ class BuildCache:
         )
         self._whole = Demands(own=not shared, sha256=shared)
 
-    # ---- looking up ------------------------------------------------------------------------------
+    # ---- looking up ----
 
     def lookup(self, plan: BuildPlan) -> Entry | None:
         """The entry of this very plan and the headers it reaches, verified; None if there is none,
@@ -197,7 +197,7 @@ class BuildCache:
             if cache and (cache.root / name / key).is_dir():
                 cache._quarantine(cache.root / name / key)
 
-    # ---- adding ----------------------------------------------------------------------------------
+    # ---- adding ----
 
     def require_writable(self) -> None:
         """Make the root if need be; raises ``CacheError`` where nothing can be stored, or nothing
@@ -448,7 +448,7 @@ class BuildCache:
             return ()
         return entry.signed_files if self.trusted_keys else entry.files
 
-    # ---- keeping house ---------------------------------------------------------------------------
+    # ---- keeping house ----
 
     def entries(self, prefixes: tuple[str, ...] = ("",)) -> list[Entry]:
         """Every readable entry (whose name begins like one of ``prefixes``), the least recently

@@ -174,7 +174,7 @@ class Remote:
         """Whether processes can agree through it: whether claims can be put there."""
         return not self.problem and not self.unwritten
 
-    # ---- entries ---------------------------------------------------------------------------------
+    # ---- entries ----
 
     def fetch(self, cache: BuildCache, name: str, key: str) -> Entry | None:
         """Bring an entry into the local cache, verified as an import is; None if that fails.
@@ -235,7 +235,7 @@ class Remote:
             else None
         )
 
-    # ---- hints: small documents that lead to entries ---------------------------------------------
+    # ---- hints: small documents that lead to entries ----
 
     def hint(
         self, cache: BuildCache, name: str, digest: str, kind: str
@@ -306,7 +306,7 @@ class Remote:
             time.sleep(_QUICK_SECONDS)
         return None
 
-    # ---- for the command line: failures are raised -----------------------------------------------
+    # ---- for the command line: failures are raised ----
 
     def list(self) -> list[Object]:
         """Everything in the store.
@@ -387,7 +387,7 @@ class Remote:
         yield Check(what, True, f"{answer['seconds']:.3f} s")
         return answer
 
-    # ---- requests --------------------------------------------------------------------------------
+    # ---- requests ----
 
     def _get(self, name: str, file: Path, most: int) -> str | None:
         """An object's tag, its content in a file; None if it is missing, or the store failed."""

@@ -162,7 +162,7 @@ class Kernel:
         self.depth = 0
         self.line = 0
 
-    # ---- operands --------------------------------------------------------------------------------
+    # ---- operands ----
 
     def value(self, text: str, kind: str) -> str:
         """An operand read as a C++ type."""
@@ -271,7 +271,7 @@ class Kernel:
             self.variables[name] = f"(u64(t.launch->shared) + {at})"
             self.shared = at + size
 
-    # ---- instructions ----------------------------------------------------------------------------
+    # ---- instructions ----
 
     def statement(self, name: str, operands: list[str]) -> str:
         base, *mods = name.split(".")
@@ -493,7 +493,7 @@ class Kernel:
     def do_createpolicy(self, _: list[str], operands: list[str]) -> str:
         return f"{register(operands[0])} = 0;"
 
-    # ---- what threads do together ----------------------------------------------------------------
+    # ---- what threads do together ----
 
     def do_bar(self, mods: list[str], operands: list[str]) -> str:
         mods = [one for one in mods if one not in ("cta", "aligned")]

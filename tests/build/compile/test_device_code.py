@@ -397,7 +397,7 @@ def test_code_of_one_architecture_serves_the_gpus_that_can_run_it():
     assert next(provider.ptx(ComputeCapability(9, 0))) == "compute_90"
 
 
-# ---- bad days ------------------------------------------------------------------------------------
+# ---- bad days ----
 
 
 def csrc_with(folder: Path, body: str) -> Path:

@@ -33,7 +33,7 @@ def launches(text: str) -> str:
     return halves(f"void f() {{ {text} }}").host.partition("void f() { ")[2].rpartition(" }")[0]
 
 
-# ---- tokens --------------------------------------------------------------------------------------
+# ---- tokens ----
 
 
 def test_comments_strings_and_raw_strings_are_no_code():
@@ -178,7 +178,7 @@ def test_any_characters_are_split_or_rejected(text):
         halves(text)
 
 
-# ---- both halves ---------------------------------------------------------------------------------
+# ---- both halves ----
 
 
 def test_a_kernel_is_a_stub_on_the_host_and_itself_on_the_device():
@@ -501,7 +501,7 @@ def test_versions_and_systems_are_known_to_both_halves():
     assert "never" not in found.host + found.device
 
 
-# ---- what is rejected ----------------------------------------------------------------------------
+# ---- what is rejected ----
 
 
 @pytest.mark.parametrize(("line", "what"), [
@@ -555,7 +555,7 @@ def test_what_is_not_surely_understood_is_rejected_by_name_and_line(line, what):
     assert (caught.value.path, caught.value.line) == ("/folder/scale.cu", at)
 
 
-# ---- names and arguments -------------------------------------------------------------------------
+# ---- names and arguments ----
 
 
 @pytest.mark.parametrize(

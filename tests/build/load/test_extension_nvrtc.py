@@ -308,7 +308,7 @@ edit("static void plain", "static __global__ void plain")
     assert "FLEXOPS_JIT=0 rules out compiling" in said["error"]
 
 
-# ---- when it is taken ----------------------------------------------------------------------------
+# ---- when it is taken ----
 
 
 @pytest.fixture
@@ -561,7 +561,7 @@ def test_nvcc_finds_torchs_headers_that_its_toolkit_lacks(
     assert seen == [(own, sparse)]
 
 
-# ---- the code ------------------------------------------------------------------------------------
+# ---- the code ----
 
 
 def _plain(ptx: str) -> str:

@@ -242,7 +242,7 @@ def test_inline_text():
         cpp_text("", 3)  # type: ignore[arg-type]
 
 
-# ---- ROCm: as text, without ROCm -----------------------------------------------------------------
+# ---- ROCm: as text, without ROCm ----
 
 
 def cuda_project(root: Path) -> tuple[Path, Path]:

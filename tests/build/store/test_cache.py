@@ -203,7 +203,7 @@ def test_a_file_in_the_cache_s_place_is_said(tmp_path, plan):
         assert str(root) in str(caught.value)
 
 
-# ---- keeping house -------------------------------------------------------------------------------
+# ---- keeping house ----
 
 
 def test_the_least_recently_used_goes_first(cache, plan):
@@ -289,7 +289,7 @@ def test_locks_exclude_and_do_without_where_they_cannot_be(tmp_path):
         pass
 
 
-# ---- archives ------------------------------------------------------------------------------------
+# ---- archives ----
 
 
 def test_export_and_import(cache, plan, tmp_path):

@@ -75,7 +75,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     return f"{request.param}://{name}/some/prefix"
 
 
-# ---- what it is for ------------------------------------------------------------------------------
+# ---- what it is for ----
 
 
 def test_what_one_machine_compiled_the_others_fetch(url, machines, opened, wait):
@@ -189,7 +189,7 @@ def test_signatures_travel_and_count(tmp_path, machines, opened, require):
     assert machines.compiled == 3
 
 
-# ---- bad days ------------------------------------------------------------------------------------
+# ---- bad days ----
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_a_client_that_is_not_installed_is_named(machines, opened, monkeypatch, 
     assert caplog.text.count("flexops-torch[remote]") == 1
 
 
-# ---- one compile in a cluster --------------------------------------------------------------------
+# ---- one compile in a cluster ----
 
 RANK = """
 import os, sys
@@ -385,7 +385,7 @@ def test_what_cannot_be_compiled_is_tried_by_everybody_at_once(tmp_path, machine
     assert len([kind for kind in runs(tmp_path / "compiler") if kind == "compile"]) == 2
 
 
-# ---- the real thing ------------------------------------------------------------------------------
+# ---- the real thing ----
 
 CALL = """
 import json, sys, torch, flexops
@@ -490,7 +490,7 @@ def test_an_extension_of_a_users_own(tmp_path, host_compiler, monkeypatch):
             worker.stop()
 
 
-# ---- secrets, counters, and the rest -------------------------------------------------------------
+# ---- secrets, counters, and the rest ----
 
 
 def test_errors_tell_no_secrets(machines, opened, bad, caplog):

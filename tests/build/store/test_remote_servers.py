@@ -161,7 +161,7 @@ def test_a_registry_without_a_login_says_so(
     assert there.problem == f"{registry[0]} requires a user and password"
 
 
-# ---- a failure is not for ever ------------------------------------------------------------------
+# ---- a failure is not for ever ----
 
 
 def let_the_pause_pass(there: Remote) -> None:
@@ -223,7 +223,7 @@ def test_a_remote_miss_is_counted(tmp_path, machines, opened):
     assert (counted["hits"], counted["misses"] > 0) == (0, True)
 
 
-# ---- nothing leaves TLS --------------------------------------------------------------------------
+# ---- nothing leaves TLS ----
 
 
 class Redirects(http.server.ThreadingHTTPServer):
@@ -281,7 +281,7 @@ def test_http_to_another_machine_is_for_who_allows_it(plain, monkeypatch, opened
     assert ("FLEXOPS_CACHE_REMOTE_HTTP=1" in str(caught.value)) is rejected
 
 
-# ---- what is printed -----------------------------------------------------------------------------
+# ---- what is printed ----
 
 
 def test_only_the_process_that_compiles_says_so(
@@ -312,7 +312,7 @@ def test_a_build_that_fails_says_that_it_compiled(tmp_path, machines, capsys):
     assert "compiling tiny-cpu took" in capsys.readouterr().err
 
 
-# ---- flexops cache remote check ------------------------------------------------------------------
+# ---- flexops cache remote check ----
 
 
 def checked(url: str, **options: Any) -> dict[str, remote.Check]:
@@ -381,7 +381,7 @@ def test_check_on_the_command_line(tmp_path, monkeypatch):
     settings.current.cache_clear()
 
 
-# ---- one warning for each job --------------------------------------------------------------------
+# ---- one warning for each job ----
 
 FALLS_BACK = """
 import os, warnings

@@ -84,7 +84,7 @@ class Runner:
         }[rung_id]()
         return seconds, ""
 
-    # ---- the conventional side -------------------------------------------------------------------
+    # ---- the conventional side ----
 
     def conventional(
         self,
@@ -157,7 +157,7 @@ class Runner:
             self.conventional("load", self.one, directory="torch-kept") for _ in range(WARM_STARTS)
         )
 
-    # ---- flexops ---------------------------------------------------------------------------------
+    # ---- flexops ----
 
     def flexops(
         self, arch: str, *, op: str = OP, cache: str = "", environment: _Environment | None = None
@@ -221,7 +221,7 @@ class Runner:
         }
         return self._child("child_flexops.py", request, {**variables, **(environment or {})})
 
-    # ---- edits of people's own sources, both sides in turns --------------------------------------
+    # ---- edits of people's own sources, both sides in turns ----
 
     def edit(self, side: str, kind: str) -> tuple[float, str]:
         """Processor time of building anew after an edit, of both by turns: the machine may have
@@ -284,7 +284,7 @@ class Runner:
         )
         return Spent(done["processor"], done["seconds"])
 
-    # ---- both ------------------------------------------------------------------------------------
+    # ---- both ----
 
     def _launcher_environment(self, name: str) -> _Environment:
         place = str(self.scratch / name)

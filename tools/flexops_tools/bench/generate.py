@@ -298,7 +298,7 @@ def _release() -> None:
         torch.cuda.empty_cache()
 
 
-# ---- reporting -----------------------------------------------------------------------------------
+# ---- reporting ----
 
 
 def _rows(run: Run) -> Iterator[tuple[str, ...]]:

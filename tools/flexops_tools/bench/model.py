@@ -127,7 +127,7 @@ class Run:
         )
 
 
-# ---- contenders ----------------------------------------------------------------------------------
+# ---- contenders ----
 
 
 class Contender:
@@ -283,7 +283,7 @@ class _Swapped:
         self._names.update(self._original)
 
 
-# ---- what is read --------------------------------------------------------------------------------
+# ---- what is read ----
 
 
 def text_tokens(count: int, vocabulary: int) -> Tensor:
@@ -311,7 +311,7 @@ def batches(tokens: Tensor, shape: Shape, count: int, device: str) -> list[Tenso
     return list(tokens[starts + torch.arange(shape.length)].to(device))
 
 
-# ---- measuring -----------------------------------------------------------------------------------
+# ---- measuring ----
 
 
 def run(
@@ -530,7 +530,7 @@ def _version(name: str) -> str:
     return "?"
 
 
-# ---- telling -------------------------------------------------------------------------------------
+# ---- telling ----
 
 
 def mean_distance(losses: dict[str, list[float]], one: str, other: str) -> float:

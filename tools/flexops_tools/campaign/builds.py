@@ -55,7 +55,7 @@ def expect(said: dict[str, Any], number: int, *, errors: bool = False, died: boo
     raise Fault("wrong result", f"{said} instead of {number}")
 
 
-# ---- kills ---------------------------------------------------------------------------------------
+# ---- kills ----
 
 
 def kills(world: World) -> None:
@@ -138,7 +138,7 @@ def _crowd_one(world: World, number: int) -> None:
         raise faults[0]
 
 
-# ---- bits ----------------------------------------------------------------------------------------
+# ---- bits ----
 
 
 def flips(world: World) -> None:
@@ -204,7 +204,7 @@ def _imported(plan: BuildPlan, root: Path, archive: Path) -> int:
     return int(ctypes.CDLL(str(verified.library)).answer()) if verified else -1
 
 
-# ---- forks ----------------------------------------------------------------------------
+# ---- forks ----
 
 
 def forks(world: World) -> None:
@@ -266,7 +266,7 @@ def _fork_one(world: World, cache: BuildCache, number: int) -> None:
             end(child)
 
 
-# ---- headers ---------------------------------------------------------------
+# ---- headers ----
 
 
 _SWAPS = ("cp -p", "mv", "mv of the folder", "a date in the future", "there and back")

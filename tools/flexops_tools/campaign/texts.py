@@ -254,7 +254,7 @@ def mutated(dice: random.Random, text: str) -> str:
     return text
 
 
-# ---- archives ------------------------------------------------------------------------------------
+# ---- archives ----
 
 
 def archives(world: World) -> None:
