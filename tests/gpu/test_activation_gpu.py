@@ -3,8 +3,6 @@ rows have the same bits every time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import test_activation as on_cpu
 import torch
@@ -14,12 +12,8 @@ from torch import Tensor
 from flexops.ops import _register
 
 pytestmark = pytest.mark.gpu
+FAMILIES = ("activation",)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def native(native_kernels: Callable[[str, str], None]) -> None:
-    native_kernels("activation", "cuda")
 
 
 def plain(*shape: int) -> Tensor:

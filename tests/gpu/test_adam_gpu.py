@@ -3,8 +3,6 @@ on a GPU is in tests/ops, marked ``gpu``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from step_contract import assert_params_close, make_lists, make_params, step_alike
@@ -13,13 +11,9 @@ from test_adam import TORCH_OPTIONS, TestAdam
 from flexops import optim
 
 pytestmark = pytest.mark.gpu
+FAMILIES = ("adam",)
 STEP = TestAdam.step
 del TestAdam  # pytest would run it again
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _native(native_kernels: Callable[[str, str], None]) -> None:
-    native_kernels("adam", "cuda")
 
 
 @pytest.mark.parametrize("options", TORCH_OPTIONS)

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,13 +29,9 @@ from flexops.testing import accuracy
 from flexops.testing.comparing import size_of
 
 pytestmark = pytest.mark.gpu
+FAMILIES = ("attention",)
 HALVES = (torch.bfloat16, torch.float16)
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def native(native_kernels: Callable[[str, str], None]) -> None:
-    native_kernels("attention", "cuda")
 
 
 @pytest.fixture(autouse=True)

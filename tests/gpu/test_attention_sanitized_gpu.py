@@ -4,7 +4,7 @@ small enough for compute-sanitizer, alone as well."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 import flexops
 
 pytestmark = pytest.mark.gpu
+FAMILIES = ("attention",)
 
 LENGTHS = ((1, 1), (77, 1), (1, 300), (3, 1000), (201, 333), (333, 201), (5, 0))
 COLUMNS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
@@ -22,11 +23,6 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"window": (50, 7), "sinks": True},
     {"bias": True, "softcap": 5.0},
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def native(native_kernels: Callable[[str, str], None]) -> None:
-    native_kernels("attention", "cuda")
 
 
 @pytest.fixture(params=["hopper", "hopper, heads apart", "sm_80", "sm_86", "few queries"])

@@ -4,7 +4,6 @@ place and in chunks save."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from flexops.ops import cross_entropy as cross_entropy_module
 from flexops.ops import linear_cross_entropy as linear_cross_entropy_module
 
 pytestmark = pytest.mark.gpu
+FAMILIES = ("cross_entropy",)
 CLASSES = (1, 2, 3, 10, 33, 100, 1000, 1024, 1025, 1031, 2048, 2055, 4096, 8192, 10007)
 MANY = (
     16384,
@@ -35,11 +35,6 @@ MANY = (
     600000,
     1000003,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def native(native_kernels: Callable[[str, str], None]) -> None:
-    native_kernels("cross_entropy", "cuda")
 
 
 @pytest.mark.parametrize("classes", [CLASSES, MANY], ids=["few", "many"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from test_fp8_linear import values
@@ -13,12 +11,8 @@ import flexops
 from flexops.ops import fp8_linear as module
 
 pytestmark = pytest.mark.gpu
+FAMILIES = ("fp8_linear",)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def native(native_kernels: Callable[[str, str], None]) -> None:
-    native_kernels("fp8_linear", "cuda")
 
 
 def same(actual: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from flexops.ops import gated_norm as module
 
 pytestmark = pytest.mark.gpu
+FAMILIES = ("gated_norm",)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def native(native_kernels: Callable[[str, str], None]) -> None:
-    native_kernels("gated_norm", "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

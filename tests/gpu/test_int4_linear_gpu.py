@@ -3,8 +3,6 @@ kernels and torch's product, reproducibility, capture."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -13,13 +11,8 @@ from flexops.ops import few_rows
 from flexops.ops import int4_linear as module
 
 pytestmark = pytest.mark.gpu
+FAMILIES = ("int4_linear", "int4_few_rows")
 HALVES = [torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def native(native_kernels: Callable[[str, str], None]) -> None:
-    native_kernels("int4_linear", "cuda")
-    native_kernels("int4_few_rows", "cuda")
 
 
 def weight_of(

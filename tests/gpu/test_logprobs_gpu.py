@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "ops"))
 from logprobs_cases import CLASSES, check_draw
 
 pytestmark = pytest.mark.gpu
+FAMILIES = ("logprobs",)
 MANY = (16384, 16391, 32000, 50257, 65537, 128256, 151936, 200001, 262144)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def native(native_kernels: Callable[[str, str], None]) -> None:
-    native_kernels("logprobs", "cuda")
 
 
 @pytest.mark.parametrize("classes", [CLASSES, MANY], ids=["few", "many"])

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,15 +17,10 @@ import flexops
 from flexops.ops._register import reference_of
 
 pytestmark = pytest.mark.gpu
+FAMILIES = ("norm", "norm_backward")
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (1, 2, 7, 8, 9, 63, 64, 136, 256, 257, 520, 1000, 1024, 1032, 2048, 4095, 4096, 5120,
     8192, 8200, 12288, 16384, 16392, 32768, 65535, 65536)  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def native(native_kernels: Callable[[str, str], None]) -> None:
-    for family in ("norm", "norm_backward"):
-        native_kernels(family, "cuda")
 
 
 def draw(rows: int, columns: int, dtype: torch.dtype, how: int) -> torch.Tensor:

@@ -3,8 +3,6 @@ for any length and place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from test_fp8 import (
@@ -22,11 +20,7 @@ import flexops
 from flexops.ops import fp8 as fp8_module
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module", autouse=True)
-def native(native_kernels: Callable[[str, str], None]) -> None:
-    native_kernels("fp8", "cuda")
+FAMILIES = ("fp8",)
 
 
 @pytest.mark.parametrize("block", range(8))

@@ -4,7 +4,6 @@ stream, for any size."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,12 +13,8 @@ import flexops
 from flexops.ops import quant as quant_module
 
 pytestmark = pytest.mark.gpu
+FAMILIES = ("quant",)
 MODES = [(bits, symmetric) for bits in (4, 8) for symmetric in (False, True)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def native(native_kernels: Callable[[str, str], None]) -> None:
-    native_kernels("quant", "cuda")
 
 
 def compare(

@@ -3,8 +3,6 @@ than 2^31 elements."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import test_rope as on_cpu
 import torch
@@ -13,11 +11,7 @@ import flexops
 from flexops.ops import rope as rope_module
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module", autouse=True)
-def native(native_kernels: Callable[[str, str], None]) -> None:
-    native_kernels("rope", "cuda")
+FAMILIES = ("rope",)
 
 
 @pytest.mark.parametrize("dtype", on_cpu.DTYPES)

@@ -3,8 +3,6 @@ layouts at which the ways change."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from softmax_cases import DTYPES, LENGTHS, assert_near, compare_all, draw_lowest
@@ -13,12 +11,8 @@ import flexops
 from flexops.ops import softmax as softmax_module
 
 pytestmark = pytest.mark.gpu
+FAMILIES = ("softmax",)
 LONG = (8192, 16384, 16385, 32767, 32768, 32769, 33000, 50257, 65536, 70001, 131072)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def native(native_kernels: Callable[[str, str], None]) -> None:
-    native_kernels("softmax", "cuda")
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, LONG], ids=["short", "long"])

@@ -531,8 +531,3 @@ def test_ctrl_c_stops_the_engine_too(engine, image, checkout):
         time.sleep(0.5)
     assert containers(engine) == before
     assert not [one for one in engine.images.list() if "flexops:interrupted" in one.tags]
-
-
-_BRIDGE = "flexops-test0"
-# SIOCBRADDBR, SIOCBRDELBR, SIOCSIFFLAGS
-_ADD_BRIDGE, _REMOVE_BRIDGE, _SET_FLAGS = 0x89A0, 0x89A1, 0x8914

@@ -32,10 +32,6 @@ def parameters(
     return params
 
 
-def changes(before: list[Tensor], after: list[torch.nn.Parameter]) -> list[Tensor]:
-    return [(b - a).detach().double() for a, b in zip(before, after, strict=True)]
-
-
 @needs_torch
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,7 +3,6 @@ damaged."""
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
@@ -292,42 +291,6 @@ def test_a_ccache_that_cannot_write_does_not_cost_the_build(tmp_path, obedient, 
 
 
 # ---- damage ----
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0xFF
-    path.write_bytes(content)
-
-
-def become_a_directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-DAMAGE: dict[str, Callable[[Path], object]] = {
-    "truncated library": lambda library: library.write_bytes(
-        library.read_bytes()[: library.stat().st_size // 2]
-    ),
-    "empty library": lambda library: library.write_bytes(b""),
-    "one byte of the library": flip,
-    "truncated manifest": (
-        lambda library: (library.parent / "manifest.json").write_text('{"name": "tiny')
-    ),
-    "manifest of nonsense": (
-        lambda library: (library.parent / "manifest.json").write_text(
-            json.dumps({"schema": "flexops-1", "name": 3})
-        )
-    ),
-    "no manifest": lambda library: (library.parent / "manifest.json").unlink(),
-    "unreadable list of headers": (
-        lambda library: next(library.parent.parent.glob("*.headers.json")).write_text("{")
-    ),
-    "a directory for a library": become_a_directory,
-    "tool memory of nonsense": (
-        lambda library: (library.parents[2] / "tools.json").write_text('{"schema": 1, "tables": 3}')
-    ),
-}
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '["\\ud800"]', "9" * 400])

@@ -10,7 +10,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -27,8 +27,6 @@ from flexops.build.compile import building
 from flexops.build.store import counters, remote
 from flexops.build.store.cache import BuildCache
 from flexops.build.store.remote import Remote
-
-Wait = Callable[[int], None]
 
 
 @pytest.fixture(scope="module")
