@@ -95,6 +95,9 @@ LONG = ("attention", "few_rows", "int4_linear", "kvcache_attention")
 """Their rare kernels take minutes: by the oldest compiler only, which the default run leaves out.
 It compiles them to PTX, since what they are made of is in the others as well, and takes bfloat16's
 alone: float16's are the same but for the name of a type, of which other families show both."""
+TWICE = (*LONG, "gated_norm", "int4_few_rows")
+"""Families of which the default run takes bfloat16's kernels alone, for the same reason: the others
+are seconds each."""
 
 
 @pytest.mark.parametrize(("version", "architecture"), first_of((NEWEST, "9.0"), (OLDEST, "7.5")))
@@ -116,11 +119,22 @@ def test_every_kernel_that_a_library_names_compiles(
     # attention needs mma.sync of 8.0: the oldest that it runs on, then
     if not SPECS[family].runs_on(wanted.capability):
         wanted = wanted._replace(capability=ComputeCapability(*SPECS[family].least_capability))
+    if version == NEWEST and family in TWICE:
+        names = of_one_type(names)
     if family not in LONG or version == NEWEST:
         compile_all(family, names + rare, wanted, compilers[version])
         return
     compile_all(family, of_one_type(names), wanted, compilers[version])
     compile_all(family, of_one_type(rare), wanted._replace(sass=False), compilers[version])
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("family", TWICE)
+def test_every_kernel_of_float16_compiles(family, libraries, compiler):
+    names = kernel_names.names_in(libraries[family])
+    others = sorted(set(names) - set(of_one_type(names)))
+    assert others
+    compile_all(family, others, parse_arch_list("9.0")[0], compiler)
 
 
 def of_one_type(names: list[str]) -> list[str]:
