@@ -208,6 +208,43 @@ def nvcc_toolkit() -> object:
 
 
 @pytest.fixture(scope="session")
+def compilers() -> dict[tuple[int, int], Any]:
+    """The NVRTCs here, by CUDA's version."""
+    from flexops.toolchain import nvrtc
+    from flexops.toolchain.context import SearchContext
+    from flexops.toolchain.installed_torch import package_dirs
+
+    found = nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable
+    return {(one.value.version.major, one.value.version.minor): one.value for one in found}
+
+
+@pytest.fixture(scope="session")
+def nvrtc_of(compilers: dict[tuple[int, int], Any]) -> Callable[..., Any]:
+    """``nvrtc_of((12, 1))``: the NVRTC of that CUDA, or without one any; the test environment has
+    those of 12.1 and 13.0."""
+
+    def find(*version: tuple[int, int]) -> Any:
+        found = [compilers[one] for one in version or compilers if one in compilers]
+        what = " ".join(["NVRTC", *(".".join(map(str, one)) for one in version)])
+        _require(found, what, "run scripts/run_tests.sh, which installs it")
+        return found[0]
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def program() -> Callable[..., str]:
+    """``program("zsh")``: its path. ``package``: Debian's, if it has another name."""
+
+    def find(name: str, package: str = "") -> str:
+        how = f"apt-get install {package or name}, or sudo bash scripts/run_tests.sh, which does"
+        _require(found := shutil.which(name), name, how)
+        return str(found)
+
+    return find
+
+
+@pytest.fixture(scope="session")
 def host_compiler() -> object:
     """The C++ compiler that discovery picks (a ``HostCompiler``)."""
     from flexops import settings, toolchain

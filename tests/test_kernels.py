@@ -7,7 +7,6 @@ import ctypes
 import importlib.util
 import shutil
 import struct
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import c_library
 from torch import Tensor
 
 import flexops
@@ -117,20 +117,7 @@ class FakeDriver:
 def stub(tmp_path_factory: pytest.TempPathFactory, host_compiler: Any) -> Path:
     folder = tmp_path_factory.mktemp("driver")
     (folder / "driver.c").write_text(DRIVER)
-    subprocess.run(
-        [
-            str(host_compiler.path),
-            "-x",
-            "c",
-            "-shared",
-            "-fPIC",
-            "-o",
-            str(folder / "libcuda.so.1"),
-            str(folder / "driver.c"),
-        ],
-        check=True,
-    )
-    return folder / "libcuda.so.1"
+    return c_library(host_compiler.path, folder / "libcuda.so.1", folder / "driver.c")
 
 
 @pytest.fixture
@@ -789,22 +776,14 @@ def test_what_a_kernel_takes_is_in_its_manifest():
     assert found["compute_90"] == {}, "PTX has no registers yet"
 
 
-def test_the_oldest_nvrtc_takes_our_types(tmp_path, require):
+def test_the_oldest_nvrtc_takes_our_types(tmp_path, nvrtc_of):
     from flexops.build.store.cache import BuildCache
     from flexops.compute_capability import parse_arch_list
-    from flexops.toolchain import nvrtc
-    from flexops.toolchain.context import SearchContext
-    from flexops.toolchain.installed_torch import package_dirs
 
-    found = [
-        one.value
-        for one in nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable
-        if one.value.version.parts == (12, 1)
-    ]
-    require(found, "NVRTC 12.1", "run scripts/run_tests.sh, which installs it")
+    compiler = nvrtc_of((12, 1))
     scale = flexops.kernel(SCALE, SCHEMA)
     plans = [
-        scale._code.text_kernel(f"scale<{type_}>").plan(parse_arch_list(arch)[0], found[0])
+        scale._code.text_kernel(f"scale<{type_}>").plan(parse_arch_list(arch)[0], compiler)
         for type_, arch in (("bfloat16", "8.0"), ("float16", "7.0"), ("bfloat16", "9.0"))
     ]
     assert [

@@ -335,13 +335,9 @@ def test_a_team_s_cache_serves_and_takes_from_all_of_them(place, plan):
 
 
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory, require: Callable[..., None]) -> Path:
+def keys(tmp_path_factory: pytest.TempPathFactory, program: Callable[..., str]) -> Path:
     """Two key pairs, ``team`` and ``other``, and ``allowed_signers`` with the first."""
-    require(
-        shutil.which("ssh-keygen"),
-        "ssh-keygen",
-        "apt-get install openssh-client, or sudo bash scripts/run_tests.sh, which does",
-    )
+    program("ssh-keygen", "openssh-client")
     folder = tmp_path_factory.mktemp("keys")
     for name in ("team", "other"):
         subprocess.run(

@@ -20,12 +20,9 @@ from flexops.build.compile import building, device_code
 from flexops.build.describe import catalog, layout
 from flexops.build.load import loader, provider, provider_texts
 from flexops.build.plan import kernel_names, kernel_plan
-from flexops.build.store.cache import BuildCache
+from flexops.build.store.cache import BuildCache, Entry
 from flexops.compute_capability import parse_arch_list
 from flexops.ops._score_mod import ScoreMod
-from flexops.toolchain import nvrtc
-from flexops.toolchain.context import SearchContext
-from flexops.toolchain.installed_torch import package_dirs
 
 SPEC = catalog.find("attention")
 
@@ -40,26 +37,18 @@ def library(host_compiler: Any) -> Path:  # noqa: ARG001
     )
 
 
+def compiled(plans: list[kernel_plan.KernelPlan], tmp_path: Path) -> list[Entry]:
+    jobs = device_code.choose_jobs(toolchain.resources.detect(), settings.current().max_jobs)
+    cache = BuildCache(tmp_path / "cache")
+    return [one.require() for one in device_code.obtain(plans, cache, jobs=jobs, time_limit=120)]
+
+
 @pytest.mark.parametrize(
     ("version", "architecture", "start"), first_of(((13, 0), "9.0", 11), ((12, 1), "8.9", 5))
 )
 def test_a_sample_of_the_rare_ones_compiles(
-    library,
-    version,
-    architecture,
-    start,
-    tmp_path,
-    require,
+    library, version, architecture, start, tmp_path, nvrtc_of
 ):
-    found = {
-        (one.value.version.major, one.value.version.minor): one.value
-        for one in nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable
-    }
-    require(
-        version in found,
-        f"NVRTC {version[0]}.{version[1]}",
-        "run scripts/run_tests.sh, which installs it",
-    )
     one = parse_arch_list(architecture)[0]
     names = [
         name
@@ -67,12 +56,8 @@ def test_a_sample_of_the_rare_ones_compiles(
         if kernel_names.fitted(name, one)
     ]
     assert len(names) > 3
-    plans = [provider.plan_kernel(SPEC, name, one, found[version]) for name in names]
-    jobs = device_code.choose_jobs(toolchain.resources.detect(), settings.current().max_jobs)
-    for result in device_code.obtain(
-        plans, BuildCache(tmp_path / "cache"), jobs=jobs, time_limit=120
-    ):
-        entry = result.require()
+    plans = [provider.plan_kernel(SPEC, name, one, nvrtc_of(version)) for name in names]
+    for entry in compiled(plans, tmp_path):
         assert f".text.{entry.manifest.symbol}\0".encode() in entry.library.read_bytes()
 
 
@@ -89,26 +74,9 @@ LONG = (
     ("version", "architecture", "text", "at_once"),
     first_of(((13, 0), "9.0", LOOKED_UP, 0), ((13, 0), "9.0", LONG, 8), ((12, 1), "8.0", LONG, 8)),
 )
-def test_score_modifiers_compile(
-    library,
-    version,
-    architecture,
-    text,
-    at_once,
-    tmp_path,
-    require,
-):
+def test_score_modifiers_compile(library, version, architecture, text, at_once, tmp_path, nvrtc_of):
     """Some that look things up, in the kernels of every direction: forward, backward and for few
     queries."""
-    found = {
-        (one.value.version.major, one.value.version.minor): one.value
-        for one in nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable
-    }
-    require(
-        version in found,
-        f"NVRTC {version[0]}.{version[1]}",
-        "run scripts/run_tests.sh, which installs it",
-    )
     tables = {
         "bias": torch.ones(4, 79),
         "document": torch.arange(40),
@@ -126,14 +94,12 @@ def test_score_modifiers_compile(
         kernels = {kernel: name for kernel, name in kernels.items() if "hopper" not in kernel}
     assert len(kernels) == (3 if architecture == "8.0" else 6)
     plans = [
-        provider.plan_kernel(SPEC, name, one, found[version], provider_texts.of(score_mod.number))
+        provider.plan_kernel(
+            SPEC, name, one, nvrtc_of(version), provider_texts.of(score_mod.number)
+        )
         for name in kernels.values()
     ]
-    jobs = device_code.choose_jobs(toolchain.resources.detect(), settings.current().max_jobs)
-    for result in device_code.obtain(
-        plans, BuildCache(tmp_path / "cache"), jobs=jobs, time_limit=120
-    ):
-        result.require()
+    compiled(plans, tmp_path)
 
 
 @pytest.mark.extra
@@ -142,21 +108,9 @@ def test_score_modifiers_compile(
     first_of(((12, 1), "8.0", "backward"), ((13, 0), "9.0", "forward_hopper")),
 )
 def test_functions_of_flex_attention_compile(
-    library,
-    version,
-    architecture,
-    kernel,
-    tmp_path,
-    require,
+    library, version, architecture, kernel, tmp_path, nvrtc_of
 ):
     """The backward kernel for 8.0 has the derivative, the forward one for 9.0a has not."""
-    usable = nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable
-    found = {(one.value.version.major, one.value.version.minor): one.value for one in usable}
-    require(
-        version in found,
-        f"NVRTC {version[0]}.{version[1]}",
-        "run scripts/run_tests.sh, which installs it",
-    )
     one = parse_arch_list(architecture)[0]
     names = [
         name
@@ -166,13 +120,10 @@ def test_functions_of_flex_attention_compile(
     numbers = {ScoreMod(function).number for function in score_mod_cases.FUNCTIONS.values()}
     assert len(numbers) > 50
     plans = [
-        provider.plan_kernel(SPEC, names[0], one, found[version], provider_texts.of(number))
+        provider.plan_kernel(SPEC, names[0], one, nvrtc_of(version), provider_texts.of(number))
         for number in numbers
     ]
-    jobs = device_code.choose_jobs(toolchain.resources.detect(), settings.current().max_jobs)
-    cache = BuildCache(tmp_path / "cache")
-    for result in device_code.obtain(plans, cache, jobs=jobs, time_limit=120):
-        result.require()
+    compiled(plans, tmp_path)
 
 
 LOOP = """

@@ -14,7 +14,6 @@ import functools
 import json
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from pathlib import Path
 import pytest
 import stand_in_driver
 from marks import first_of
+from processes import c_library
 from stand_in_driver import Answer
 
 from flexops import settings, toolchain
@@ -30,9 +30,7 @@ from flexops.doctor.checks import machine as checks
 from flexops.doctor.facts import PlatformFact, TorchFact
 from flexops.doctor.probes import machine as probes
 from flexops.toolchain import capabilities as capabilities_module
-from flexops.toolchain import gpus, nvrtc
-from flexops.toolchain.context import SearchContext
-from flexops.toolchain.installed_torch import package_dirs
+from flexops.toolchain import gpus
 from flexops.toolchain.model import HostCompiler, Version
 
 Run = Callable[..., Answer]
@@ -190,19 +188,7 @@ with OnGpu():
 @pytest.mark.extra
 def test_a_driver_before_525(run, tmp_path, host_compiler):
     (tmp_path / "old.c").write_text("int cuLaunchKernel(void) { return 0; }\n")
-    subprocess.run(
-        [
-            str(host_compiler.path),
-            "-x",
-            "c",
-            "-shared",
-            "-fPIC",
-            "-o",
-            str(tmp_path / "libcuda.so.1"),
-            str(tmp_path / "old.c"),
-        ],
-        check=True,
-    )
+    c_library(host_compiler.path, tmp_path / "libcuda.so.1", tmp_path / "old.c")
     answer = run(f"{ATTEMPTS}attempt('call')", LD_LIBRARY_PATH=str(tmp_path))
     assert "the CUDA driver (libcuda.so.1) is missing or older than 525" in answer.said["call"]
 
@@ -349,24 +335,14 @@ attempt("fixed", torch.float16)
 
 @pytest.mark.extra
 @pytest.mark.usefixtures("attempts")
-def test_two_processes_with_different_nvrtcs_share_a_cache(run, tmp_path, require):
+def test_two_processes_with_different_nvrtcs_share_a_cache(run, tmp_path, nvrtc_of):
     """The second one's driver does not take what the first has made."""
     copy_of_cache(tmp_path / "cache", "norm-cuda")
-    homes = {
-        str(found.value.version): found.value.path.parents[1]
-        for found in nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable
-    }
-    require(
-        {"12.1", "13.0"} <= set(homes),
-        "NVRTC 12.1 and 13.0",
-        "run scripts/run_tests.sh, which installs them",
-    )
     common = {"FLEXOPS_CACHE_DIR": str(tmp_path / "cache"), "STAND_IN_GPUS": "80"}
     older, newer = {**common, "STAND_IN_CUDA": "12010"}, {**common, "STAND_IN_CUDA": "13000"}
-    for version, machine in (("13.0", newer), ("12.1", older)):
-        assert run(f"{ATTEMPTS}attempt('call')", CUDA_HOME=str(homes[version]), **machine).said == {
-            "call": "fine"
-        }
+    for version, machine in (((13, 0), newer), ((12, 1), older)):
+        home = str(nvrtc_of(version).path.parents[1])
+        assert run(f"{ATTEMPTS}attempt('call')", CUDA_HOME=home, **machine).said == {"call": "fine"}
     made = [
         json.loads(path.read_text())["compiler"]
         for path in (tmp_path / "cache").glob("norm-sm_*/*/manifest.json")

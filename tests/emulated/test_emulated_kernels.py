@@ -19,7 +19,6 @@ import itertools
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -27,7 +26,7 @@ import pytest
 import stand_in_driver
 import torch
 from builds import REPOSITORY, child_environment
-from processes import completed
+from processes import c_library, completed
 
 import flexops
 from flexops import settings
@@ -320,19 +319,7 @@ def test_a_source_with_torchs_headers_computes_without_nvcc(tmp_path, host_compi
     """Split for g++ and NVRTC: accessors and halves of torch's, shuffles and shared memory, an
     anonymous namespace's kernels."""
     (tmp_path / "people.cu").write_text(SOURCE)
-    subprocess.run(
-        [
-            str(host_compiler.path),
-            "-x",
-            "c",
-            "-shared",
-            "-fPIC",
-            "-o",
-            str(tmp_path / "libc10_cuda.so"),
-            "/dev/null",
-        ],
-        check=True,
-    )
+    c_library(host_compiler.path, tmp_path / "libc10_cuda.so", "/dev/null")
     stand_in_driver.build(tmp_path, host_compiler)
     made = settings.current().cache_dir / "emulated"
     made.mkdir(exist_ok=True)

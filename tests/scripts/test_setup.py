@@ -420,14 +420,9 @@ def test_an_uninstall_that_was_interrupted_goes_on(checkout):
 
 @pytest.mark.parametrize("script", [SCRIPT, "scripts/run_tests.sh"])
 @pytest.mark.parametrize("shell", ["dash", "bash --posix", "zsh"])
-def test_any_shell_runs_the_script(checkout, script, shell, require):
-    program, *options = shell.split()
-    require(
-        shutil.which(program),
-        program,
-        f"apt-get install {program}, or sudo bash scripts/run_tests.sh, which does",
-    )
-    done = completed([program, *options, script, "--help"], cwd=checkout.root, code=None)
+def test_any_shell_runs_the_script(checkout, script, shell, program):
+    name, *options = shell.split()
+    done = completed([program(name), *options, script, "--help"], cwd=checkout.root, code=None)
     assert (done.returncode, done.stderr) == (0, "")
     assert "--dry-run" in done.stdout or "FLEXOPS_TEST_ENV" in done.stdout
 
@@ -447,12 +442,8 @@ def test_without_a_python_there_is_a_sentence(checkout):
 
 
 @pytest.mark.extra
-def test_fish_is_shown_how_to_use_the_environment(checkout, require):
-    require(
-        shutil.which("fish"),
-        "fish",
-        "apt-get install fish, or sudo bash scripts/run_tests.sh, which does",
-    )
+def test_fish_is_shown_how_to_use_the_environment(checkout, program):
+    program("fish")
     done = checkout.run("--yes", "--no-root", "--target", "cpu", SHELL="/usr/bin/fish")
     file = checkout.root / ".flexops" / "env.sh"
     command = f"""bash -c "source '{file}'; exec fish\""""
@@ -540,12 +531,8 @@ def test_an_environment_that_someone_else_put_there_survives_uninstall(checkout)
 
 
 @pytest.mark.parametrize("shell", first_of("bash", "dash", "zsh"))
-def test_the_environment_file_can_be_undone(checkout, shell, require):
-    require(
-        shutil.which(shell),
-        shell,
-        f"apt-get install {shell}, or sudo bash scripts/run_tests.sh, which does",
-    )
+def test_the_environment_file_can_be_undone(checkout, shell, program):
+    program(shell)
     text = checkout.run(
         "--print-env",
         "--target",
@@ -559,7 +546,7 @@ def test_the_environment_file_can_be_undone(checkout, shell, require):
     assert not (checkout.root / ".flexops").exists()
     file = checkout.root / "env.sh"
     file.write_text(text)
-    program = f"""
+    script = f"""
       set -u
       export MAX_JOBS=1 CUDA_HOME=/mine
       env | sort >before
@@ -568,7 +555,7 @@ def test_the_environment_file_can_be_undone(checkout, shell, require):
       flexops_env_undo
       env | sort >after
     """
-    subprocess.run([shell, "-c", program], cwd=checkout.root, check=True)
+    subprocess.run([shell, "-c", script], cwd=checkout.root, check=True)
     before, within, after = (
         (checkout.root / name).read_text() for name in ("before", "within", "after")
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -18,3 +19,9 @@ def completed(
         f"exit code {done.returncode}: {done.stdout}{done.stderr}"
     )
     return done
+
+
+def c_library(compiler: Path, library: Path, source: object, *flags: str) -> Path:
+    """Compile C into a shared library."""
+    completed([compiler, *["-x", "c", "-shared", "-fPIC"], *flags, "-o", library, source])
+    return library

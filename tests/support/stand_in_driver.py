@@ -6,13 +6,12 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from builds import REPOSITORY, child_environment
-from processes import completed
+from processes import c_library, completed
 
 from flexops import settings
 from flexops.toolchain.model import HostCompiler
@@ -60,19 +59,8 @@ def build(folder: Path, compiler: HostCompiler) -> Path:
         ("libtorch_cuda.c", "libtorch_cuda.so"),
         ("libnvidia-ml.c", "libnvidia-ml.so.1"),
     ):
-        command = [
-            str(compiler.path),
-            "-x",
-            "c",
-            "-O1",
-            "-shared",
-            "-fPIC",
-            f"-Wl,-soname,{library}",
-            "-o",
-            str(folder / library),
-            str(SOURCES / source),
-        ]
-        subprocess.run(command, check=True)
+        flags = "-O1", f"-Wl,-soname,{library}"
+        c_library(compiler.path, folder / library, SOURCES / source, *flags)
     return folder
 
 

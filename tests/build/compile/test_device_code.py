@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +45,8 @@ tests' nvcc."""
 
 
 @pytest.fixture(scope="module")
-def compilers() -> dict[tuple[int, int], DeviceCompiler]:
-    found = nvrtc.find(SearchContext(site_dirs=package_dirs(())))
-    return {(one.value.version.major, one.value.version.minor): one.value for one in found.usable}
-
-
-@pytest.fixture(scope="module")
-def compiler(compilers: dict[tuple[int, int], DeviceCompiler], require: Any) -> DeviceCompiler:
-    require(
-        NEWEST in compilers,
-        "NVRTC 13.0",
-        "pip install nvidia-cuda-nvrtc==13.0.88, or run scripts/run_tests.sh, which does",
-    )
-    return compilers[NEWEST]
+def compiler(nvrtc_of: Callable[..., DeviceCompiler]) -> DeviceCompiler:
+    return nvrtc_of(NEWEST)
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +93,9 @@ are seconds each."""
 @pytest.mark.parametrize(("version", "architecture"), first_of((NEWEST, "9.0"), (OLDEST, "7.5")))
 @pytest.mark.parametrize("family", SPECS)
 def test_every_kernel_that_a_library_names_compiles(
-    family, version, architecture, libraries, compilers, require
+    family, version, architecture, libraries, nvrtc_of
 ):
-    require(
-        version in compilers,
-        f"NVRTC {version[0]}.{version[1]}",
-        "run scripts/run_tests.sh, which installs it",
-    )
+    compiler = nvrtc_of(version)
     names = kernel_names.names_in(libraries[family])
     assert names
     # of attention's hundreds of rare kernels tests/csrc/test_attention.py takes a sample
@@ -122,10 +108,10 @@ def test_every_kernel_that_a_library_names_compiles(
     if version == NEWEST and family in TWICE:
         names = of_one_type(names)
     if family not in LONG or version == NEWEST:
-        compile_all(family, names + rare, wanted, compilers[version])
+        compile_all(family, names + rare, wanted, compiler)
         return
-    compile_all(family, of_one_type(names), wanted, compilers[version])
-    compile_all(family, of_one_type(rare), wanted._replace(sass=False), compilers[version])
+    compile_all(family, of_one_type(names), wanted, compiler)
+    compile_all(family, of_one_type(rare), wanted._replace(sass=False), compiler)
 
 
 @pytest.mark.extra
@@ -217,13 +203,12 @@ QUICK_FAMILY = "fp8"  # with fewest kernels of those that have all that older GP
         for family in SPECS
     ],
 )
-def test_gpus_that_newer_toolkits_have_forgotten(family, libraries, compilers, require):
+def test_gpus_that_newer_toolkits_have_forgotten(family, libraries, nvrtc_of):
     """Pascal and Volta, where the NVRTC still knows them; optimizers' parameters are too large for
     Pascal, and attention needs Ampere."""
-    require(OLDEST in compilers, "NVRTC 12.1", "run scripts/run_tests.sh, which installs it")
     for wanted in parse_arch_list("6.0;6.1;7.0"):
         if SPECS[family].runs_on(wanted.capability):
-            compile_all(family, kernel_names.names_in(libraries[family]), wanted, compilers[OLDEST])
+            compile_all(family, kernel_names.names_in(libraries[family]), wanted, nvrtc_of(OLDEST))
 
 
 AMPERE = {

@@ -28,9 +28,6 @@ from flexops.compute_capability import ComputeCapability, parse_arch_list
 from flexops.errors import CacheError, FlexopsError
 from flexops.patching import patterns
 from flexops.report import FAMILIES
-from flexops.toolchain import nvrtc
-from flexops.toolchain.context import SearchContext
-from flexops.toolchain.installed_torch import package_dirs
 
 ROTATE = '{"kernel": "flexops::rope::rotate<float>", "family": "rope", "capability": "9.0"}'
 OWN = "template <class T> __global__ void scale(T* x, T by) { x[threadIdx.x] *= by; }\n"
@@ -73,18 +70,13 @@ def flexops(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
 
 
 @pytest.fixture
-def compiler(require: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def compiler(nvrtc_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some NVRTC, whatever torch is installed."""
-    usable = nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable
-    require(
-        usable,
-        "NVRTC",
-        "pip install nvidia-cuda-nvrtc==13.0.88, or run scripts/run_tests.sh, which does",
-    )
+    found = nvrtc_of()
     monkeypatch.setattr(
         provider,
         "compiler_for",
-        lambda *_, asked: provider.CompilerChoice(usable[0].value, parse_arch_list(asked), ()),
+        lambda *_, asked: provider.CompilerChoice(found, parse_arch_list(asked), ()),
     )
 
 

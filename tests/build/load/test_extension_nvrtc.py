@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from extension_tools import ROOT, environment
-from processes import completed
+from processes import c_library, completed
 
 from flexops import settings, toolchain
 from flexops.build.compile.kernel_compiler import Worker
@@ -157,21 +157,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory, host_compiler: HostCompi
         ("libc10_cuda.so", "/dev/null"),
         ("libtorch_cuda.so", "/dev/null"),
     ):
-        subprocess.run(
-            [
-                str(host_compiler.path),
-                "-x",
-                "c",
-                "-O1",
-                "-shared",
-                "-fPIC",
-                f"-Wl,-soname,{name}",
-                "-o",
-                str(folder / name),
-                code,
-            ],
-            check=True,
-        )
+        c_library(host_compiler.path, folder / name, code, "-O1", f"-Wl,-soname,{name}")
     return folder
 
 

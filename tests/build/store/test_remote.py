@@ -163,12 +163,8 @@ def test_a_warm_start_does_not_touch_it(machines, opened, bad):
     assert warm._worker is None
 
 
-def test_signatures_travel_and_count(tmp_path, machines, opened, require):
-    require(
-        shutil.which("ssh-keygen"),
-        "ssh-keygen",
-        "apt-get install openssh-client, or sudo bash scripts/run_tests.sh, which does",
-    )
+def test_signatures_travel_and_count(tmp_path, machines, opened, program):
+    program("ssh-keygen", "openssh-client")
     for name in ("ours", "theirs"):
         subprocess.run(
             ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True
@@ -425,21 +421,12 @@ def test_an_operator_on_a_machine_without_a_compiler(tmp_path, host_compiler):
     assert first["clients"] == second["clients"] == [], "the client library stays in the worker"
 
 
-def test_a_kernel(tmp_path, opened, require):
+def test_a_kernel(tmp_path, opened, nvrtc_of):
     from flexops.build.compile import device_code
     from flexops.build.describe import catalog, layout
     from flexops.build.plan import kernel_plan
     from flexops.compute_capability import parse_arch_list
-    from flexops.toolchain import nvrtc
-    from flexops.toolchain.context import SearchContext
-    from flexops.toolchain.installed_torch import package_dirs
 
-    usable = nvrtc.find(SearchContext(site_dirs=package_dirs(()))).usable
-    require(
-        usable,
-        "NVRTC",
-        "pip install nvidia-cuda-nvrtc==13.0.88, or run scripts/run_tests.sh, which does",
-    )
     rope = catalog.find("rope")
     architecture, sources = parse_arch_list("9.0")[0], rope.cuda_sources
     plan = kernel_plan.plan_kernel(
@@ -447,7 +434,7 @@ def test_a_kernel(tmp_path, opened, require):
         sources,
         "flexops::rope::rotate<float>",
         architecture,
-        usable[0].value,
+        nvrtc_of(),
         layout.csrc_root(),
     )
     url = f"file://{tmp_path}/store"

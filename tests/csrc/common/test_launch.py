@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 
-from processes import completed
+from processes import c_library, completed
 
 from flexops.build.describe import layout
 
@@ -77,22 +77,9 @@ def test_shared_memory_is_asked_for_once(tmp_path, host_compiler):
     back by another one before it has launched."""
     (tmp_path / "driver.c").write_text(DRIVER)
     (tmp_path / "program.cpp").write_text(PROGRAM)
-    compiler = str(host_compiler.path)
+    compiler = host_compiler.path
     driver = tmp_path / "libcuda.so.1"
-    subprocess.run(
-        [
-            compiler,
-            "-x",
-            "c",
-            "-shared",
-            "-fPIC",
-            f"-Wl,-soname,{driver.name}",
-            "-o",
-            str(driver),
-            str(tmp_path / "driver.c"),
-        ],
-        check=True,
-    )
+    c_library(compiler, driver, tmp_path / "driver.c", f"-Wl,-soname,{driver.name}")
     program = [
         str(tmp_path / "program.cpp"),
         str(driver),
