@@ -240,12 +240,17 @@ def test_what_is_packed_together_is_not_copied():
 @pytest.mark.parametrize("window", [None, (100, 0), (0, 5), (None, -1), (500, 500)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decoding(window, dtype):
-    """One query, whose grouped heads are computed together: layouts of a cache with heads first,
-    and a slice of a longer one."""
+    """One query, whose grouped heads are computed together, unless each has its own bias, slope or
+    sink: layouts of a cache with heads first, and a slice of a longer one."""
     q, k, v = draw((2, 12, 1, 40), (2, 3, 333, 40), (2, 3, 333, 24), dtype=dtype)
+    own: list[dict[str, Tensor]] = [{}]
+    if window != (0, 5):  # softmax of one number has no gradient
+        bias, slopes, sinks = draw((1, 12, 1, 333), (12,), (12,), seed=1)
+        own += [{"bias": bias}, {"alibi_slopes": slopes.abs() / 99}, {"sinks": sinks}]
     for isa in at_each_isa("cpu"):
         with isa:
-            for first in (0, 70):
+            for first, more in itertools.product((0, 70), own):
+                cut = {"bias": more["bias"][..., first:]} if "bias" in more else more
                 found = errors(
                     q.transpose(1, 2),
                     k.transpose(1, 2)[:, first:],
@@ -253,8 +258,9 @@ def test_decoding(window, dtype):
                     window=window,
                     softcap=4.0,
                     with_lse=True,
+                    **cut,
                 )
-                if window == (0, 5):  # softmax of one number has no gradient
+                if window == (0, 5):
                     del found["q"], found["k"]
                 assert_close(found, dtype)
 
@@ -268,9 +274,11 @@ def test_decoding(window, dtype):
     lengths=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 90)), min_size=1, max_size=5),
     dtype=st.sampled_from(DTYPES),
     causal=st.booleans(),
+    biased=st.booleans(),
 )
-@example(lengths=[(0, 0), (0, 5), (5, 0)], dtype=torch.float32, causal=True)
-def test_packed_sequences(level, lengths, dtype, causal):
+@example(lengths=[(0, 0), (0, 5), (5, 0)], dtype=torch.float32, causal=True, biased=True)
+@example(lengths=[(1, 40), (0, 9)], dtype=torch.float32, causal=True, biased=False)
+def test_packed_sequences(level, lengths, dtype, causal, biased):
     """Each is what it is alone; bias and slopes are its own."""
     ends_q, ends_k = ([0, *itertools.accumulate(column)] for column in zip(*lengths, strict=True))
     batch, longest = len(lengths), [max(column) for column in zip(*lengths, strict=True)]
@@ -292,9 +300,8 @@ def test_packed_sequences(level, lengths, dtype, causal):
     }
     leaves = [x.requires_grad_() for x in (q, k, v)]
     with isa_limit(level):
-        out, lse = flexops.attention(
-            *leaves, bias=bias, alibi_slopes=slopes, return_lse=True, **options, **ends
-        )
+        modifiers = {"bias": bias, "alibi_slopes": slopes} if biased else {}
+        out, lse = flexops.attention(*leaves, return_lse=True, **modifiers, **options, **ends)
         gradients = torch.autograd.grad(out, leaves, grad)
     bound = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}[dtype]
     for i, (queries, keys) in enumerate(lengths):
@@ -303,12 +310,12 @@ def test_packed_sequences(level, lengths, dtype, causal):
             x.detach()[None, part].double().requires_grad_()
             for x, part in ((q, rows), (k, columns), (v, columns))
         ]
-        expected, expected_lse = exact(
-            *own,
-            bias=bias[i : i + 1, :, :queries, :keys],
-            alibi_slopes=slopes[i : i + 1],
-            **options,
+        modifiers = (
+            {"bias": bias[i : i + 1, :, :queries, :keys], "alibi_slopes": slopes[i : i + 1]}
+            if biased
+            else {}
         )
+        expected, expected_lse = exact(*own, **modifiers, **options)
         assert distance_of(out[rows], expected[0]) < bound
         assert distance_of(lse[:, rows], expected_lse[0]) < 1e-5
         for one, other, part in zip(
@@ -369,6 +376,19 @@ def test_large_scores():
             out = flexops.attention(q * 300, k * 30, v)
         assert isinstance(out, Tensor)
         assert distance_of(out, exact(q.double() * 300, k.double() * 30, v.double())[0]) < 1e-4
+
+
+def test_sinks_that_are_far_from_all_scores():
+    """Above and below them, also where a row sees nothing but its sink: no power overflows."""
+    q, k, v = draw((1, 40, 4, 16), (1, 30, 1, 16), (1, 30, 1, 16))
+    sinks = torch.tensor([200.0, -200.0, 0.5, -torch.inf])
+    for isa in at_each_isa("cpu"):
+        with isa:
+            found = flexops.attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
+        wide = [x.double() for x in (q, k, v, sinks)]
+        wanted = exact(*wide[:3], causal=True, sinks=wide[3])
+        assert distance_of(found[0], wanted[0]) < 1e-5
+        torch.testing.assert_close(found[1].double(), wanted[1], rtol=1e-5, atol=1e-5)
 
 
 def test_more_keys_than_a_window_shows():
