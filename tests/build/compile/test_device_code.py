@@ -85,7 +85,7 @@ LONG = ("attention", "few_rows", "int4_linear", "kvcache_attention")
 """Their rare kernels take minutes: by the oldest compiler only, which the default run leaves out.
 It compiles them to PTX, since what they are made of is in the others as well, and takes bfloat16's
 alone: float16's are the same but for the name of a type, of which other families show both."""
-TWICE = (*LONG, "gated_norm", "int4_few_rows")
+TWICE = (*LONG, "activation", "gated_norm", "int4_few_rows", "norm")
 """Families of which the default run takes bfloat16's kernels alone, for the same reason: the others
 are seconds each."""
 
