@@ -25,6 +25,7 @@ from processes import completed
 from flexops import settings, toolchain
 from flexops.builder import new
 from flexops.errors import FlexopsError
+from flexops.toolchain import zig
 from flexops.toolchain.model import HostCompiler
 
 EXAMPLE = REPOSITORY / "examples" / "scale_lib"
@@ -46,6 +47,11 @@ def run(code: str, *places: Path, cwd: Path | None = None, **environment: str) -
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path, **environment}, cwd=cwd
     )
     return done.stdout + done.stderr
+
+
+def tool(words: str) -> str:
+    """The program that ``flexops WORDS`` is."""
+    return f"import sys; sys.argv = 'flexops {words}'.split(); from flexops.cli import main; main()"
 
 
 def pip(words: str, *more: object) -> list[str]:
@@ -520,8 +526,7 @@ def test_a_familys_kernels_include_cudas_libraries(name, tmp_path, host_compiler
         "  return last_error();\n}\n}\n"
     )
     done = run(
-        "import sys, runpy; sys.argv[1:] = ['build', 'largest', '--arch', '9.0'];"
-        " runpy.run_module('flexops', run_name='__main__')",
+        tool("build largest --arch 9.0"),
         tmp_path,
         FLEXOPS_CACHE_DIR=str(tmp_path / "cache"),
         FLEXOPS_AOT_DEVICES="cuda",
@@ -684,15 +689,9 @@ def test_a_package_that_is_gone_leaves_the_cache_as_it_was(package, tmp_path):
         FLEXOPS_FALLBACK="forbid",
         **cache,
     )
-    program = (
-        "import sys; sys.argv = ['flexops', 'cache', 'list']; from flexops.cli import main; main()"
-    )
-    assert "mylib.scale-cpu" in run(program, **cache)
-    program = (
-        "import sys; sys.argv = ['flexops', 'build', 'mylib']; from flexops.cli import main; main()"
-    )
+    assert "mylib.scale-cpu" in run(tool("cache list"), **cache)
     done = completed(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", tool("build mylib")],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), **cache},
         code=None,
     )
@@ -897,16 +896,10 @@ def contract(package: Path, *options: str, **environment: str) -> subprocess.Com
     """A package's own tests, as its author runs them: without the settings of this suite."""
     command = [
         sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--rootdir",
-        str(package),
-        str(package / "tests"),
-        *options,
+        *["-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir"],
+        package,
     ]
+    command += [package / "tests", *options]
     path = os.pathsep.join([str(package), str(REPOSITORY)])
     return completed(
         command, env={**os.environ, "PYTHONPATH": path, **environment}, cwd=package, code=None
@@ -1065,11 +1058,7 @@ def test_an_old_library_under_a_new_flexops(installed, tmp_path):
 
 @pytest.mark.extra
 def test_the_entry_point_is_what_doctor_and_build_go_by(installed):
-    program = (
-        "import sys; sys.argv = ['flexops', 'build', 'mylib', '--device', 'cpu']; from flexops.cli"
-        " import main; main()"
-    )
-    assert "mylib.scale-cpu" in run(program, installed)
+    assert "mylib.scale-cpu" in run(tool("build mylib --device cpu"), installed)
     program = (
         "import flexops.doctor.trial as trial\nprint([one for one in trial.ops() if one.name =="
         " 'mylib.scale' and one.device == 'cpu'])"
@@ -1150,10 +1139,7 @@ def test_an_editable_install_compiles_nothing_and_sees_edits(package, tmp_path):
 
 def test_a_new_package_is_the_example_under_its_name_and_passes_its_tests(tmp_path, host_compiler):
     assert host_compiler
-    program = (
-        "import sys; sys.argv = ['flexops', 'new', 'other', '--family', 'double_it']; from"
-        " flexops.cli import main; main()"
-    )
+    program = tool("new other --family double_it")
     run(program, cwd=tmp_path)
     made = tmp_path / "other"
     assert (made / "other/csrc/double_it/double_it.cuh").is_file()
@@ -1162,15 +1148,12 @@ def test_a_new_package_is_the_example_under_its_name_and_passes_its_tests(tmp_pa
         made, "-k", "reference or opcheck or gradcheck or accuracy", FLEXOPS_FALLBACK="forbid"
     )
     assert done.returncode == 0, done.stdout
-    measured = (
-        "import sys; sys.argv = 'flexops bench run benchmarks/double_it.py --device cpu"
-        " --json'.split(); import flexops.bench.setup as sizes\n"
+    small = (
+        "import flexops.bench.setup as sizes\nsizes.Setup.rows = lambda self, count: 16\n"
+        "from flexops.bench import own, timing\ntiming.COPY_BYTES = {'cpu': 2**20}\n"
     )
-    measured += (
-        "sizes.Setup.rows = lambda self, count: 16\nfrom flexops.bench import own,"
-        " timing\ntiming.COPY_BYTES = {'cpu': 2**20}\n"
-    )
-    said = run(f"{measured}from flexops.cli import main; main()", made, cwd=made)
+    measured = tool("bench run benchmarks/double_it.py --device cpu --json")
+    said = run(small + measured, made, cwd=made)
     assert [one["contender"] for one in json.loads(said)] == ["other", "torch"]
     again = completed(
         [sys.executable, "-c", program],
@@ -1224,9 +1207,7 @@ print(result.error, len(result.kernels))
 
 
 @pytest.mark.extra
-def test_an_op_that_was_moved_from_a_builder_in_deepspeeds_manner(
-    host_compiler,
-):
+def test_an_op_that_was_moved_from_a_builder_in_deepspeeds_manner(host_compiler):
     assert host_compiler
     assert "None 6" in run(
         MOVED, REPOSITORY / "examples" / "deepspeed_style" / "after", FLEXOPS_FALLBACK="forbid"
@@ -1234,9 +1215,7 @@ def test_an_op_that_was_moved_from_a_builder_in_deepspeeds_manner(
 
 
 @pytest.mark.extra
-def test_a_pybind11_extension_that_was_moved_from_cpp_extension(
-    host_compiler,
-):
+def test_a_pybind11_extension_that_was_moved_from_cpp_extension(host_compiler):
     assert host_compiler
     said = run(
         f"import runpy; runpy.run_path({str(REPOSITORY / 'examples' / 'pybind_ext' / 'rows.py')!r},"
@@ -1272,11 +1251,7 @@ def test_a_hand_written_binding_takes_the_written_ones_place(package):
 
 @pytest.mark.extra
 def test_a_projects_wheel_for_every_torch_and_linux(package, tmp_path, require):
-    require(
-        importlib.util.find_spec("ziglang"),
-        "zig",
-        "pip install ziglang, or run scripts/run_tests.sh, which does",
-    )
+    require(importlib.util.find_spec("ziglang"), "zig", f"pip install {zig.REQUIREMENT}")
     done = wheel(package, tmp_path, FLEXOPS_WHEEL="x86_64")
     assert done.returncode == 0, done.stdout + done.stderr
     (made,) = tmp_path.glob("*.whl")
