@@ -104,7 +104,7 @@ def shuffled(ids: Tensor) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.gpu  # an hour on two cores
-def test_perplexity_stays_within_the_bounds() -> None:
+def test_perplexity_stays_within_the_bounds():
     train, held = source()
     model = trained(train)
     ids = sequences(held, 8, CONTEXT, torch.Generator("cuda").manual_seed(2))

@@ -31,7 +31,7 @@ def cache_of(model: Any, bits: int, length: int = LENGTH + NEW) -> flexops.KVCac
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.extra)])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_steps_on_the_device_give_the_tokens_of_steps_on_the_host(name: str, bits: int) -> None:
+def test_steps_on_the_device_give_the_tokens_of_steps_on_the_host(name, bits):
     """The one by attention over codes, the other by dequantized keys and values."""
     model, inputs = tiny.model(name).eval(), {"input_ids": prompt()["input_ids"]}  # no padding
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None}
@@ -45,7 +45,7 @@ def test_steps_on_the_device_give_the_tokens_of_steps_on_the_host(name: str, bit
         torch.testing.assert_close(one.keys, other.keys, rtol=1e-3, atol=0.2 if bits == 4 else 0.02)
 
 
-def test_beams_and_copies() -> None:
+def test_beams_and_copies():
     model, inputs = tiny.model("llama").eval(), prompt()
     flexops.patch(model)
     options: dict[str, Any] = {"num_beams": 3, "max_new_tokens": NEW, "eos_token_id": None}
@@ -66,7 +66,7 @@ def test_beams_and_copies() -> None:
     assert torch.equal(cache.layers[1].values, values[[4, 4, 0, 0]])
 
 
-def test_a_cut_brings_tokens_back_from_their_codes() -> None:
+def test_a_cut_brings_tokens_back_from_their_codes():
     model = tiny.model("llama").eval()
     cache = cache_of(model, 8, 200)
     with torch.no_grad():
@@ -81,7 +81,7 @@ def test_a_cut_brings_tokens_back_from_their_codes() -> None:
     assert cache.length == 150
 
 
-def test_bad_numbers_are_errors() -> None:
+def test_bad_numbers_are_errors():
     config = tiny.model("llama").config
     lengths = ({"bits": 4, "residual_length": length} for length in (100, "128"))
     for wrong in ({"bits": 3}, {"bits": 4, "group_size": 48}, *lengths):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,7 +44,7 @@ def plain(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
 
 @pytest.mark.parametrize("padding", ["", "left"])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_tokens_are_those_of_transformers(name: str, padding: str) -> None:
+def test_the_tokens_are_those_of_transformers(name, padding):
     model, inputs = tiny.model(name).eval(), prompts(padding)
     expected = plain(model, inputs, eos_token_id=None)
     flexops.patch(model)
@@ -57,7 +56,7 @@ def test_the_tokens_are_those_of_transformers(name: str, padding: str) -> None:
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_cache_goes_into_transformers_generate(name: str, patched: bool, beams: int) -> None:
+def test_a_cache_goes_into_transformers_generate(name, patched, beams):
     model, inputs = tiny.model(name).eval(), prompts("left")
     options: dict[str, Any] = {"num_beams": beams, "eos_token_id": None}
     expected = plain(model, inputs, **options)
@@ -113,7 +112,7 @@ CAPTURED = [name for name in NAMES if name != "gpt_oss"]
 
 @pytest.mark.parametrize("padding", ["", "left"])
 @pytest.mark.parametrize("name", CAPTURED)
-def test_transformers_own_loop_replays_steps(name: str, padding: str, graphs: type[Eager]) -> None:
+def test_transformers_own_loop_replays_steps(name, padding, graphs):
     model, inputs = tiny.model(name).eval(), prompts(padding)
     for options in ({}, {"num_beams": 3}, {"do_sample": True, "top_k": 9}):
         torch.manual_seed(5)
@@ -128,7 +127,7 @@ def test_transformers_own_loop_replays_steps(name: str, padding: str, graphs: ty
         flexops.unpatch(model)
 
 
-def test_memory_and_graphs_serve_the_next_call(graphs: type[Eager]) -> None:
+def test_memory_and_graphs_serve_the_next_call(graphs):
     model, inputs = tiny.model("llama").eval(), prompts()
     flexops.patch(model)
     first = plain(model, inputs, eos_token_id=None)
@@ -149,7 +148,7 @@ def test_memory_and_graphs_serve_the_next_call(graphs: type[Eager]) -> None:
     ],
     ids=["moved", "weights replaced", "patched otherwise", "training"],
 )
-def test_a_changed_model_is_captured_again(graphs: type[Eager], change: Any) -> None:
+def test_a_changed_model_is_captured_again(graphs, change):
     model, inputs = tiny.model("llama").eval(), prompts()
     flexops.patch(model)
     plain(model, inputs, eos_token_id=None)
@@ -161,7 +160,7 @@ def test_a_changed_model_is_captured_again(graphs: type[Eager], change: Any) -> 
     assert graphs.made == 1
 
 
-def test_a_users_cache_serves_a_changed_model(graphs: type[Eager]) -> None:
+def test_a_users_cache_serves_a_changed_model(graphs):
     model, inputs = tiny.model("llama").eval(), prompts()
     cache = flexops.KVCache(model.config, max_length=9 + NEW)
     for made in (1, 2):
@@ -173,7 +172,7 @@ def test_a_users_cache_serves_a_changed_model(graphs: type[Eager]) -> None:
         assert torch.equal(found, plain(model, inputs, eos_token_id=None))
 
 
-def test_hooks_are_called(graphs: type[Eager]) -> None:
+def test_hooks_are_called(graphs):
     model, inputs = tiny.model("llama").eval(), prompts()
     flexops.patch(model)
     calls: list[int] = []
@@ -184,9 +183,7 @@ def test_hooks_are_called(graphs: type[Eager]) -> None:
 
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("said", [["operation not permitted when stream is capturing"], []])
-def test_what_cannot_be_captured_runs_as_before(
-    said: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_captured_runs_as_before(said, monkeypatch):
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError(*said)
 
@@ -202,7 +199,7 @@ def test_what_cannot_be_captured_runs_as_before(
 
 
 @pytest.mark.usefixtures("graphs")
-def test_graphs_do_not_travel() -> None:
+def test_graphs_do_not_travel():
     # not Llama: where HF's kernels are installed, its attention cannot be pickled
     model, inputs = tiny.model("phi3").eval(), prompts()
     flexops.patch(model)
@@ -219,7 +216,7 @@ def test_graphs_do_not_travel() -> None:
 
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("padding", ["", "left"])
-def test_the_rest_of_generate_stays_outside(padding: str) -> None:
+def test_the_rest_of_generate_stays_outside(padding):
     model, inputs = tiny.model("llama").eval(), prompts(padding)
     one = {name: x[:1] for name, x in inputs.items()}
     cases: list[tuple[dict[str, Tensor], dict[str, Any]]] = [
@@ -242,7 +239,7 @@ def test_the_rest_of_generate_stays_outside(padding: str) -> None:
 
 
 @pytest.mark.usefixtures("graphs")
-def test_a_cache_implementation_that_was_chosen_stays() -> None:
+def test_a_cache_implementation_that_was_chosen_stays():
     model, inputs = tiny.model("llama").eval(), prompts()
     flexops.patch(model)
     for chosen, ours in ((None, True), ("dynamic", False)):
@@ -250,7 +247,7 @@ def test_a_cache_implementation_that_was_chosen_stays() -> None:
         assert isinstance(found.past_key_values, flexops.KVCache) == ours
 
 
-def test_the_cache_implementation_has_a_name() -> None:
+def test_the_cache_implementation_has_a_name():
     model, inputs = tiny.model("llama").eval(), prompts()
     expected = plain(model, inputs, eos_token_id=None)
     flexops.patch(model)
@@ -260,7 +257,7 @@ def test_the_cache_implementation_has_a_name() -> None:
     assert isinstance(found.past_key_values, flexops.KVCache)
 
 
-def test_a_model_that_cannot_be_captured_gets_the_cache_that_was_asked_for() -> None:
+def test_a_model_that_cannot_be_captured_gets_the_cache_that_was_asked_for():
     model, inputs = tiny.model("llama").eval(), prompts()
     flexops.patch(model, generation=False)
     options = {"cache_implementation": "flexops", "return_dict_in_generate": True}
@@ -287,9 +284,7 @@ def test_a_model_that_cannot_be_captured_gets_the_cache_that_was_asked_for() -> 
         ),
     ],
 )  # fmt: skip
-def test_a_cache_that_was_asked_for_is_an_error_where_it_does_not_fit(
-    config: Any, message: str
-) -> None:
+def test_a_cache_that_was_asked_for_is_an_error_where_it_does_not_fit(config, message):
     seq2seq = config.is_encoder_decoder
     auto: Any = transformers.AutoModelForSeq2SeqLM if seq2seq else transformers.AutoModelForCausalLM
     model = auto.from_config(config).eval()
@@ -299,8 +294,8 @@ def test_a_cache_that_was_asked_for_is_an_error_where_it_does_not_fit(
 
 
 def test_a_checkpoint_that_names_the_cache_loads_once_attention_is_registered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     module: Any = configuration_utils
     names = module.ALL_CACHE_IMPLEMENTATIONS
     names = tuple(name for name in names if name != "flexops")
@@ -333,7 +328,7 @@ class Heard:
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_stop_tokens_and_a_streamer(captured: bool, request: pytest.FixtureRequest) -> None:
+def test_stop_tokens_and_a_streamer(captured, request):
     if captured:
         request.getfixturevalue("graphs")
     model, inputs = tiny.model("llama").eval(), prompts("left")
@@ -354,7 +349,7 @@ def test_stop_tokens_and_a_streamer(captured: bool, request: pytest.FixtureReque
 
 
 @pytest.mark.usefixtures("graphs")
-def test_a_seed_gives_the_same_tokens() -> None:
+def test_a_seed_gives_the_same_tokens():
     model, inputs = tiny.model("llama").eval(), prompts()
     flexops.patch(model)
     options: dict[str, Any] = {"do_sample": True, "top_k": 30, "temperature": 1.5}
@@ -371,7 +366,7 @@ def test_a_seed_gives_the_same_tokens() -> None:
     [{}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 20, "top_p": 0.5}],
     ids=str,
 )
-def test_draws_are_distributed_as_transformers_warpers_say(options: dict[str, Any]) -> None:
+def test_draws_are_distributed_as_transformers_warpers_say(options):
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     logits = torch.randn(1, 1024, generator=torch.Generator().manual_seed(0)) * 4
@@ -409,7 +404,7 @@ def keys(batch: int = 2, length: int = 3, heads: int = 2, width: int = 16) -> Te
     ],
     ids=["full", "batch", "heads", "dtype", "device"],
 )
-def test_what_does_not_fit_a_cache_is_rejected(changed: Tensor, message: str) -> None:
+def test_what_does_not_fit_a_cache_is_rejected(changed, message):
     cache = flexops.KVCache(tiny.config("llama"), max_length=8)
     first = keys()
     cache.update(first, first, 0)
@@ -441,7 +436,7 @@ def test_what_does_not_fit_a_cache_is_rejected(changed: Tensor, message: str) ->
     ],
     ids=lambda one: "-".join(one) if isinstance(one, dict) else "",
 )
-def test_wrong_arguments_are_named(changes: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_named(changes, message):
     model = tiny.model("llama").eval()
     flexops.patch(model)
     with pytest.raises(GenerationError, match=f"(?s){message}"):
@@ -449,12 +444,12 @@ def test_wrong_arguments_are_named(changes: dict[str, Any], message: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p"])
-def test_what_is_no_number_is_named(name: str) -> None:
+def test_what_is_no_number_is_named(name):
     with pytest.raises(TypeError, match=f"^flexops.generate: {name} must be a number, got '1'"):
         flexops.generate(tiny.model("llama"), **prompts(), do_sample=True, **{name: "1"})
 
 
-def test_a_cache_must_be_empty_and_long_enough() -> None:
+def test_a_cache_must_be_empty_and_long_enough():
     model, inputs = tiny.model("llama").eval(), prompts()
     cache = flexops.KVCache(model.config, max_length=12)
     with pytest.raises(GenerationError, match=r"(?s)0 tokens in a cache of 12.*max_length=29"):
@@ -465,7 +460,7 @@ def test_a_cache_must_be_empty_and_long_enough() -> None:
         flexops.generate(model, **inputs, cache=cache, max_new_tokens=3)
 
 
-def test_other_caches_are_named() -> None:
+def test_other_caches_are_named():
     config = tiny.config("llama")
     config.num_hidden_layers = 1
     cache = flexops.KVCache(config, max_length=64)
@@ -483,7 +478,7 @@ def test_other_caches_are_named() -> None:
         flexops.KVCache(config, max_length=8)
 
 
-def test_a_cache_is_copied_cropped_and_selected_from() -> None:
+def test_a_cache_is_copied_cropped_and_selected_from():
     cache = flexops.KVCache(tiny.config("llama"), max_length=8)
     first, more = keys(), keys()
     for layer in range(2):
@@ -505,7 +500,7 @@ def test_a_cache_is_copied_cropped_and_selected_from() -> None:
     assert cache.get_seq_length() == 0
 
 
-def test_a_layer_that_scales_what_it_adds_computes_its_own_code_in_steps() -> None:
+def test_a_layer_that_scales_what_it_adds_computes_its_own_code_in_steps():
     config = transformers.GraniteConfig(
         vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, residual_multiplier=0.3,
@@ -520,7 +515,7 @@ def test_a_layer_that_scales_what_it_adds_computes_its_own_code_in_steps() -> No
 
 
 @pytest.mark.parametrize("loss", [True, False])
-def test_a_models_forward_keeps_its_signature(loss: bool) -> None:
+def test_a_models_forward_keeps_its_signature(loss):
     """By it ``generate`` decides whether positions are passed, and trainers which columns are."""
     model = tiny.model("llama")
     before = set(inspect.signature(model.forward).parameters)
@@ -531,7 +526,7 @@ def test_a_models_forward_keeps_its_signature(loss: bool) -> None:
 
 
 @pytest.mark.parametrize("padding", ["", "left"])
-def test_absolute_positions_leave_padding_out(padding: str) -> None:
+def test_absolute_positions_leave_padding_out(padding):
     config = transformers.GPT2Config(vocab_size=97, n_embd=64, n_layer=2, n_head=2)
     model, inputs = transformers.GPT2LMHeadModel(config).eval(), prompts(padding)
     flexops.patch(model)
@@ -539,7 +534,7 @@ def test_absolute_positions_leave_padding_out(padding: str) -> None:
     assert torch.equal(found, plain(model, inputs, eos_token_id=None))
 
 
-def test_left_padding_is_rejected_where_a_model_takes_no_positions() -> None:
+def test_left_padding_is_rejected_where_a_model_takes_no_positions():
     model = transformers.BloomForCausalLM(
         transformers.BloomConfig(vocab_size=97, hidden_size=64, n_layer=2, n_head=2)
     ).eval()

@@ -62,9 +62,7 @@ def generate(model: Any) -> list[list[int]]:
         ),
     ],
 )
-def test_a_patched_model_gives_the_tokens_of_plain_transformers(
-    kind: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_patched_model_gives_the_tokens_of_plain_transformers(kind, more, monkeypatch):
     model = make(kind, **more)
     expected = generate(copy.deepcopy(model))
     assert [len(tokens) for tokens in expected] == [10] * 3
@@ -84,7 +82,7 @@ def test_a_patched_model_gives_the_tokens_of_plain_transformers(
         assert {shape[1] for shape in called} == {1}
 
 
-def test_outside_of_continuous_batching_it_is_an_error() -> None:
+def test_outside_of_continuous_batching_it_is_an_error():
     model = make("Llama")
     flexops.patch(model)
     model.set_attn_implementation("paged|flexops")

@@ -97,7 +97,7 @@ def assert_no_worse_than_rounding(model: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gptq", "awq"])
-def test_a_golden_checkpoint_has_the_values_of_the_library(kind: str) -> None:
+def test_a_golden_checkpoint_has_the_values_of_the_library(kind):
     model = load(GOLDEN / kind)
     hashes = json.loads((GOLDEN / kind / "hashes.json").read_text())
     assert set(layers(model)) == set(hashes)
@@ -124,7 +124,7 @@ def save(folder: Path, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def test_version_2_of_gptq_stores_zero_points_as_they_are(tmp_path: Path) -> None:
+def test_version_2_of_gptq_stores_zero_points_as_they_are(tmp_path):
     folder, tensors = golden("gptq", tmp_path, checkpoint_format="gptq_v2")
     for name in tensors:
         if name.endswith("qzeros"):
@@ -133,7 +133,7 @@ def test_version_2_of_gptq_stores_zero_points_as_they_are(tmp_path: Path) -> Non
     assert torch.equal(logits(load(folder)), logits(load(GOLDEN / "gptq")))
 
 
-def test_a_group_of_all_inputs_is_cut_into_groups_of_kernels(tmp_path: Path) -> None:
+def test_a_group_of_all_inputs_is_cut_into_groups_of_kernels(tmp_path):
     folder, tensors = golden("gptq", tmp_path, group_size=-1)
     for name in tensors:
         if name.endswith(("qzeros", "scales")):
@@ -210,8 +210,8 @@ def compressed(
     ],
 )
 def test_compressed_tensors_has_the_values_of_the_library(
-    dtype: torch.dtype, symmetric: bool, strategy: str, group_size: int | None, tmp_path: Path
-) -> None:
+    dtype, symmetric, strategy, group_size, tmp_path
+):
     expected = compressed(llama(dtype), tmp_path / "model", symmetric, strategy, group_size)
     ours = load(tmp_path / "model")
     assert layers(ours).keys() == expected.keys()
@@ -232,7 +232,7 @@ def test_compressed_tensors_has_the_values_of_the_library(
     assert torch.equal(logits(again), logits(ours))
 
 
-def test_loading_in_another_dtype_keeps_the_scales() -> None:
+def test_loading_in_another_dtype_keeps_the_scales():
     model = AutoModelForCausalLM.from_pretrained(
         GOLDEN / "awq", quantization_config=Int4Config(), dtype=torch.bfloat16
     )
@@ -257,9 +257,7 @@ class _Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", ["gptq", "awq"])
-def test_no_16_bit_weight_exists_while_a_checkpoint_is_read(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_16_bit_weight_exists_while_a_checkpoint_is_read(kind, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     folder, tensors = golden(kind, tmp_path)
     config = json.loads((folder / "config.json").read_text()) | {"vocab_size": 7}
@@ -273,9 +271,7 @@ def test_no_16_bit_weight_exists_while_a_checkpoint_is_read(
     assert largest.found <= max(rotary, min(weights) // 2)
 
 
-def test_tensors_of_a_checkpoint_are_freed_layer_by_layer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_of_a_checkpoint_are_freed_layer_by_layer(tmp_path, monkeypatch):
     model = llama()
     flexops.patch(model, weights="int4")
     model.save_pretrained(tmp_path)
@@ -306,9 +302,7 @@ def test_tensors_of_a_checkpoint_are_freed_layer_by_layer(
         ({"group_size": 32, "head": True}, True),
     ],
 )
-def test_quantized_while_loading_and_in_memory_are_the_same(
-    settings: dict[str, Any], tied: bool, tmp_path: Path
-) -> None:
+def test_quantized_while_loading_and_in_memory_are_the_same(settings, tied, tmp_path):
     llama(tie_word_embeddings=tied, attention_bias=tied).save_pretrained(tmp_path / "16")
     loaded = load(tmp_path / "16", **settings)
     memory = AutoModelForCausalLM.from_pretrained(tmp_path / "16")
@@ -328,7 +322,7 @@ def test_quantized_while_loading_and_in_memory_are_the_same(
         assert torch.equal(logits(theirs), logits(loaded))
 
 
-def test_zero_points_between_codes_are_saved_in_flexops_own_format(tmp_path: Path) -> None:
+def test_zero_points_between_codes_are_saved_in_flexops_own_format(tmp_path):
     model = llama()
     flexops.patch(model, weights=Int4Config(modules_to_not_convert=["down_proj"]))
     model.model.layers[1].mlp.down_proj = Int4Linear.from_linear(
@@ -345,7 +339,7 @@ def test_zero_points_between_codes_are_saved_in_flexops_own_format(tmp_path: Pat
         assert layers(again).keys() == layers(model).keys()
 
 
-def test_quantizing_is_as_near_as_unrounded_zero_points() -> None:
+def test_quantizing_is_as_near_as_unrounded_zero_points():
     torch.manual_seed(0)
     linear = nn.Linear(256, 64)
     model = nn.Sequential(copy.deepcopy(linear))
@@ -356,9 +350,7 @@ def test_quantizing_is_as_near_as_unrounded_zero_points() -> None:
     assert errors[0] <= 1.05 * errors[1]
 
 
-def test_weights_are_quantized_one_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_quantized_one_at_a_time(tmp_path, monkeypatch):
     llama().save_pretrained(tmp_path, max_shard_size="20KB")
     read: list[weakref.ref[Tensor]] = []
     alive = []
@@ -375,7 +367,7 @@ def test_weights_are_quantized_one_at_a_time(
     assert max(alive) <= 2
 
 
-def test_layers_that_do_not_fit_keep_16_bits(tmp_path: Path) -> None:
+def test_layers_that_do_not_fit_keep_16_bits(tmp_path):
     model = llama(intermediate_size=96)
     model.save_pretrained(tmp_path / "16")
     report = flexops.patch(model, weights="int4")
@@ -390,7 +382,7 @@ def test_layers_that_do_not_fit_keep_16_bits(tmp_path: Path) -> None:
     assert torch.equal(logits(again), logits(model))
 
 
-def test_a_checkpoint_in_shards_and_generation(tmp_path: Path) -> None:
+def test_a_checkpoint_in_shards_and_generation(tmp_path):
     model = llama()
     flexops.patch(model, weights="int4")
     expected = model.generate(X, max_new_tokens=5, do_sample=False)
@@ -401,7 +393,7 @@ def test_a_checkpoint_in_shards_and_generation(tmp_path: Path) -> None:
     assert torch.equal(again.generate(X, max_new_tokens=5, do_sample=False), expected)
 
 
-def test_unpatch_keeps_the_weights_and_a_copy_computes_the_same() -> None:
+def test_unpatch_keeps_the_weights_and_a_copy_computes_the_same():
     model = llama()
     flexops.patch(model, weights="int4")
     before = logits(model)
@@ -414,7 +406,7 @@ def test_unpatch_keeps_the_weights_and_a_copy_computes_the_same() -> None:
     assert torch.equal(logits(model), before)
 
 
-def test_registered_as_the_default(tmp_path: Path) -> None:
+def test_registered_as_the_default(tmp_path):
     register_int4()
     try:
         model = AutoModelForCausalLM.from_pretrained(GOLDEN / "gptq")
@@ -427,7 +419,7 @@ def test_registered_as_the_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*tiny.ALL, *tiny.SINKS, *tiny.CHUNKS])
-def test_every_architecture_computes_with_4_bits(name: str) -> None:
+def test_every_architecture_computes_with_4_bits(name):
     model = tiny.model(name).eval()
     report = flexops.patch(model, weights=Int4Config(group_size=32))
     assert layers(model)
@@ -441,14 +433,14 @@ def test_every_architecture_computes_with_4_bits(name: str) -> None:
     assert torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * expected.abs().max())
 
 
-def test_the_loss_of_a_head_with_a_part_of_4_bits_needs_no_logits() -> None:
+def test_the_loss_of_a_head_with_a_part_of_4_bits_needs_no_logits():
     """BERT's has a linear layer of its own, which is tried with small sizes."""
     for weights in (Int4Config(group_size=32), None):
         report = flexops.patch(tiny.model("bert"), weights=weights)
         assert "linear_cross_entropy" in [row.operator for row in report.swapped], report
 
 
-def test_routers_keep_16_bits() -> None:
+def test_routers_keep_16_bits():
     class Mixture(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -498,7 +490,7 @@ def hosted(module: str, name: str, kind: str) -> Any:
         ("gptqmodel.nn_modules.qlinear.torch", "TorchLinear", "gptq"),
     ],
 )
-def test_layers_of_other_libraries_are_converted(module: str, name: str, kind: str) -> None:
+def test_layers_of_other_libraries_are_converted(module, name, kind):
     model = hosted(module, name, kind)
     flexops.patch(model)
     expected = load(GOLDEN / kind)
@@ -506,7 +498,7 @@ def test_layers_of_other_libraries_are_converted(module: str, name: str, kind: s
     assert torch.equal(logits(model), logits(expected))
 
 
-def test_gptqmodel_may_have_brought_zero_points_to_version_2() -> None:
+def test_gptqmodel_may_have_brought_zero_points_to_version_2():
     model = hosted("gptqmodel.nn_modules.qlinear.torch", "TorchLinear", "gptq")
     for one in model.modules():
         if hasattr(one, "qzeros"):
@@ -518,7 +510,7 @@ def test_gptqmodel_may_have_brought_zero_points_to_version_2() -> None:
     assert torch.equal(logits(model), logits(expected))
 
 
-def test_quantized_activations_are_left_with_the_reason(tmp_path: Path) -> None:
+def test_quantized_activations_are_left_with_the_reason(tmp_path):
     from compressed_tensors.quantization import QuantizationArgs
 
     compressed(llama(), tmp_path / "model", True, "group", 32)
@@ -535,7 +527,7 @@ def test_quantized_activations_are_left_with_the_reason(tmp_path: Path) -> None:
     assert torch.allclose(logits(model), logits(expected), rtol=0.05, atol=0.05)
 
 
-def test_8_bits_of_compressed_tensors_compute_as_before(tmp_path: Path) -> None:
+def test_8_bits_of_compressed_tensors_compute_as_before(tmp_path):
     compressed(llama(), tmp_path / "model", True, "group", 32, bits=8)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -546,7 +538,7 @@ def test_8_bits_of_compressed_tensors_compute_as_before(tmp_path: Path) -> None:
         load(tmp_path / "model")
 
 
-def test_a_bias_gets_the_dtype_of_the_model() -> None:
+def test_a_bias_gets_the_dtype_of_the_model():
     model = hosted("awq.modules.linear.gemm", "WQLinear_GEMM", "awq")
     nn.Module.to(model.model.embed_tokens, torch.bfloat16)
     for one in model.modules():
@@ -556,7 +548,7 @@ def test_a_bias_gets_the_dtype_of_the_model() -> None:
     assert torch.isfinite(logits(model)).all()
 
 
-def test_a_layout_of_a_kernel_is_left_with_the_reason() -> None:
+def test_a_layout_of_a_kernel_is_left_with_the_reason():
     model = hosted("gptqmodel.nn_modules.qlinear.marlin", "MarlinLinear", "gptq")
     report = flexops.patch(model)
     reasons = [row.reason for row in report.not_swapped if row.module == "MarlinLinear"]
@@ -569,7 +561,7 @@ def test_a_layout_of_a_kernel_is_left_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize("order", ["patch", "adapt"])
-def test_lora_on_a_4_bit_model_has_the_gradients_of_its_dequantized_weights(order: str) -> None:
+def test_lora_on_a_4_bit_model_has_the_gradients_of_its_dequantized_weights(order):
     import peft
 
     model = llama()
@@ -599,7 +591,7 @@ def test_lora_on_a_4_bit_model_has_the_gradients_of_its_dequantized_weights(orde
         assert torch.allclose(found[name], grad, rtol=1e-3, atol=1e-4 * grad.abs().max()), name
 
 
-def test_weights_below_adapters_are_quantized_and_adapters_are_not() -> None:
+def test_weights_below_adapters_are_quantized_and_adapters_are_not():
     import peft
 
     model = peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
@@ -699,7 +691,7 @@ BAD: dict[str, tuple[str, dict[str, Any], Change, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_checkpoint_that_does_not_fit_is_rejected(case: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_is_rejected(case, tmp_path):
     kind, settings, change, message = BAD[case]
     folder, tensors = golden(kind, tmp_path, **settings)
     tensors["nothing"] = torch.zeros(1)
@@ -726,7 +718,7 @@ def test_a_checkpoint_that_does_not_fit_is_rejected(case: str, tmp_path: Path) -
         ("strategy", "tensor_group"),
     ],
 )
-def test_each_setting_of_compressed_tensors_counts(setting: str, value: Any) -> None:
+def test_each_setting_of_compressed_tensors_counts(setting, value):
     weights: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group"}
     group: dict[str, Any] = {"weights": weights}
     config: dict[str, Any] = {
@@ -741,7 +733,7 @@ def test_each_setting_of_compressed_tensors_counts(setting: str, value: Any) -> 
         formats.format_of(config)
 
 
-def test_a_file_that_was_cut_is_named(tmp_path: Path) -> None:
+def test_a_file_that_was_cut_is_named(tmp_path):
     folder, _ = golden("gptq", tmp_path)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -749,13 +741,13 @@ def test_a_file_that_was_cut_is_named(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_another_quantization_method_is_rejected(tmp_path: Path) -> None:
+def test_another_quantization_method_is_rejected(tmp_path):
     folder, _ = golden("gptq", tmp_path, quant_method="hqq")
     with pytest.raises(PatchError, match=r"quant_method='hqq'(.|\n)*AWQ GEMM"):
         load(folder)
 
 
-def test_16_bit_tensors_under_a_config_of_4_bits_are_rejected(tmp_path: Path) -> None:
+def test_16_bit_tensors_under_a_config_of_4_bits_are_rejected(tmp_path):
     model = llama(torch.float16)
     model.save_pretrained(tmp_path / "16")
     config = json.loads((tmp_path / "16/config.json").read_text())
@@ -766,7 +758,7 @@ def test_16_bit_tensors_under_a_config_of_4_bits_are_rejected(tmp_path: Path) ->
         load(tmp_path / "16")
 
 
-def test_a_decode_step_has_four_products_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decode_step_has_four_products_of_a_layer(monkeypatch):
     """q, k and v with the norm; the output with the residual; gate and up with the norm; down."""
     model = llama(torch.float32)
     report = flexops.patch(model, weights="int4")
@@ -791,7 +783,7 @@ def test_a_decode_step_has_four_products_of_a_layer(monkeypatch: pytest.MonkeyPa
     assert seen[: 4 * len(model.model.layers)] == of_a_layer * len(model.model.layers)
 
 
-def test_a_weight_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_weight_that_is_missing_is_named(tmp_path):
     llama().save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors.pop("model.layers.1.mlp.up_proj.weight")
@@ -800,7 +792,7 @@ def test_a_weight_that_is_missing_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_a_state_dict_of_16_bits_is_rejected_by_a_4_bit_model() -> None:
+def test_a_state_dict_of_16_bits_is_rejected_by_a_4_bit_model():
     model, before = llama(), llama().state_dict()
     flexops.patch(model, weights="int4")
     packed = {name: one.packed.clone() for name, one in layers(model).items()}
@@ -810,7 +802,7 @@ def test_a_state_dict_of_16_bits_is_rejected_by_a_4_bit_model() -> None:
 
 
 @pytest.mark.parametrize("weights", ["int8", 4, Int4Config])
-def test_other_weights_are_rejected_and_nothing_is_replaced(weights: Any) -> None:
+def test_other_weights_are_rejected_and_nothing_is_replaced(weights):
     model = llama()
     with pytest.raises(PatchError, match="weights="):
         flexops.patch(model, weights=weights)
@@ -819,35 +811,35 @@ def test_other_weights_are_rejected_and_nothing_is_replaced(weights: Any) -> Non
 
 
 @pytest.mark.parametrize("kind", ["gptq", "awq"])
-def test_a_report_from_the_config_of_4_bits_has_its_layers(kind: str) -> None:
+def test_a_report_from_the_config_of_4_bits_has_its_layers(kind):
     """And so a model on ``meta`` can be quantized, too."""
     rows = from_config.report(str(GOLDEN / kind)).swapped
     assert [row.count for row in rows if row.operator == "int4_linear"] == [7]
 
 
-def test_one_name_of_what_keeps_16_bits() -> None:
+def test_one_name_of_what_keeps_16_bits():
     model = llama()
     flexops.patch(model, weights=Int4Config(modules_to_not_convert="down_proj"))
     assert len(layers(model)) == 12
     assert not any(name.endswith("down_proj") for name in layers(model))
 
 
-def test_settings_survive_a_dict() -> None:
+def test_settings_survive_a_dict():
     made = Int4Config(group_size=32, head=True, modules_to_not_convert=["down_proj"])
     assert Int4Config.from_dict(made.to_dict()).to_dict() == made.to_dict()
 
 
-def test_a_group_size_without_a_kernel_is_rejected() -> None:
+def test_a_group_size_without_a_kernel_is_rejected():
     with pytest.raises(PatchError, match="32, 64, 128"):
         Int4Config(group_size=100)
 
 
-def test_an_architecture_has_no_weights_to_quantize() -> None:
+def test_an_architecture_has_no_weights_to_quantize():
     with pytest.raises(PatchError, match="quantization_config="):
         flexops.patch("llama", weights="int4")
 
 
-def test_an_error_on_the_way_leaves_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_on_the_way_leaves_16_bits(monkeypatch):
     model = llama(tie_word_embeddings=True)
     before, tied = logits(model), dict(model.all_tied_weights_keys)
     from flexops.patching import apply
@@ -861,7 +853,7 @@ def test_an_error_on_the_way_leaves_16_bits(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(logits(model), before)
 
 
-def test_offloading_is_rejected() -> None:
+def test_offloading_is_rejected():
     places = {"model": "cpu", "lm_head": "disk"}
     with pytest.raises(PatchError, match="offloaded"):
         AutoModelForCausalLM.from_pretrained(
@@ -872,7 +864,7 @@ def test_offloading_is_rejected() -> None:
         )
 
 
-def test_casting_keeps_the_scales() -> None:
+def test_casting_keeps_the_scales():
     model = load(GOLDEN / "awq")
     flexops.patch(model)
     name = "model.layers.0.self_attn.q_proj"
@@ -885,7 +877,7 @@ def test_casting_keeps_the_scales() -> None:
 # ---- the guide ----
 
 
-def test_the_code_of_the_guide_runs(tmp_path: Path) -> None:
+def test_the_code_of_the_guide_runs(tmp_path):
     """The blocks of its section, in order, on each kind of checkpoint."""
     text = (Path(__file__).parents[2] / "docs/inference.md").read_text()
     section = text.partition("\n## 4-bit weights\n")[2].partition("\n## ")[0]

@@ -103,7 +103,7 @@ def test_errors_name_the_argument(changes, message):
     ],
     ids=str,
 )
-def test_errors_of_weights_of_4_bits(changes: dict[str, Any], message: str) -> None:
+def test_errors_of_weights_of_4_bits(changes, message):
     weight = flexops.quantize_int4(torch.randn(32, 128).half())
     given = {"x": torch.zeros(2, 128).bfloat16(), "weights": [weight]} | changes
     with pytest.raises((TypeError, ValueError), match=f"^flexops.few_rows_linear: {message}"):

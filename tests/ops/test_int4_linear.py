@@ -134,8 +134,8 @@ def test_any_leading_shape_and_strides(dtype, rows):
 
 @pytest.mark.usefixtures("native")
 def test_on_a_cpu_a_part_of_the_weight_is_dequantized_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     weight = flexops.quantize_int4(random_x(40, 64, dtype=torch.float32))
     x, bias = random_x(90, 64, dtype=torch.float32), random_x(40, dtype=torch.float32)
     whole = flexops.int4_linear(x, weight, bias)

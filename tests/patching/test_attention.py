@@ -45,7 +45,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def test_a_model_is_loaded_with_it(tmp_path: Path) -> None:
+def test_a_model_is_loaded_with_it(tmp_path):
     """As the guide has it; what is saved says nothing of flexops, so that it can be loaded
     without."""
     flexops.patching.register_attention()
@@ -70,7 +70,7 @@ def named(name: str, implementation: str, **changes: Any) -> Any:
 @pytest.mark.parametrize("how", GENERATIONS)
 # gemma2: a soft cap, and a window in every other layer
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
-def test_it_generates_the_tokens_of_eager_attention(name: str, how: str) -> None:
+def test_it_generates_the_tokens_of_eager_attention(name, how):
     inputs = {
         key: value
         for key, value in tiny.batch(name, padding="left" if "left" in how else "").items()
@@ -95,7 +95,7 @@ def test_it_generates_the_tokens_of_eager_attention(name: str, how: str) -> None
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
-def test_a_cache_is_filled_in_pieces(kind: type) -> None:
+def test_a_cache_is_filled_in_pieces(kind):
     """A prompt handed over in parts of several tokens: queries that are fewer than keys, and not
     one, which see all that came before them."""
     tokens = tiny.batch("gemma2")["input_ids"]
@@ -114,7 +114,7 @@ def test_a_cache_is_filled_in_pieces(kind: type) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])
-def test_it_is_the_operator_that_computes(name: str) -> None:
+def test_it_is_the_operator_that_computes(name):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         named(name, attention.NAME)(**tiny.batch(name))
     assert torch.ops.flexops.attention in counter.get_flop_counts()["Global"]
@@ -154,7 +154,7 @@ def distances(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[st
 @pytest.mark.usefixtures("windows")
 @pytest.mark.parametrize("padding", ["", "left", "right"])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_it_computes_what_eager_attention_does(name: str, padding: str) -> None:
+def test_it_computes_what_eager_attention_does(name, padding):
     inputs = tiny.batch(name, padding=padding)
     eager, ours = (outcome(named(name, one), inputs) for one in ("eager", attention.NAME))
     if name in tiny.SINKS:
@@ -164,11 +164,11 @@ def test_it_computes_what_eager_attention_does(name: str, padding: str) -> None:
 
 @pytest.mark.usefixtures("windows")
 @pytest.mark.parametrize("name", [*tiny.SINKS, *tiny.CHUNKS, "mistral"])
-def test_it_generates_with_every_pattern(name: str) -> None:
+def test_it_generates_with_every_pattern(name):
     test_it_generates_the_tokens_of_eager_attention(name, "dynamic cache, left")
 
 
-def test_a_window_whose_size_is_not_passed_gets_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_whose_size_is_not_passed_gets_a_mask(monkeypatch):
     """Qwen2 MoE makes masks for its windows, and does not pass these to attention."""
     monkeypatch.setattr(attention, "_has_kernels", lambda _: True)
     attention.register_attention()
@@ -264,7 +264,7 @@ def _supported() -> set[str]:
 
 
 @pytest.mark.extra
-def test_every_keyword_of_every_model_is_known() -> None:
+def test_every_keyword_of_every_model_is_known():
     """A new one changes the result, as selected keys do, or does not: then it is listed here."""
     known = _supported().union(NO_EFFECT, attention.REJECTED, BY_TRANSFORMERS)
     assert sum(len(one.keywords) for one in _models().values()) > 300
@@ -280,7 +280,7 @@ def test_every_keyword_of_every_model_is_known() -> None:
     assert not {f"{model}: {x}" for model, one in _models().items() for x in one.of_eager - known}
 
 
-def test_eager_attention_reads_nothing_of_a_module_that_ours_does_not() -> None:
+def test_eager_attention_reads_nothing_of_a_module_that_ours_does_not():
     known = {"num_key_value_groups", "head_dim", "training"}
     for model, one in _models().items():
         passed = set().union(*one.keywords.values())
@@ -288,7 +288,7 @@ def test_eager_attention_reads_nothing_of_a_module_that_ours_does_not() -> None:
         assert not one.of_module - known - of_sinks, model
 
 
-def test_models_in_the_table_of_windows_pass_them() -> None:
+def test_models_in_the_table_of_windows_pass_them():
     found = {one.folder: one for one in _models().values()}
     for folder in attention.WINDOW_KEYWORD:
         one = found[folder]
@@ -337,7 +337,7 @@ def declined(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return reasons
 
 
-def test_an_unknown_keyword_goes_to_the_models_own_attention(declined: list[str]) -> None:
+def test_an_unknown_keyword_goes_to_the_models_own_attention(declined):
     part, tensors, extra = Attending(), drawn(), torch.randn(2, 4, 7, 7)
     hidden = torch.full((7, 7), torch.finfo(torch.float32).min).triu(1)
     expected = part(None, *tensors, extra=extra + hidden)
@@ -348,13 +348,13 @@ def test_an_unknown_keyword_goes_to_the_models_own_attention(declined: list[str]
     assert len(declined) == 1
 
 
-def test_keywords_without_effect_stay_ours(declined: list[str]) -> None:
+def test_keywords_without_effect_stay_ours(declined):
     given = dict.fromkeys((*NO_EFFECT, "any_other"), torch.ones(1))
     assert Attending()(attention.attention, *drawn(), **given)[1] is None
     assert declined == []
 
 
-def test_eager_attention_that_reads_any_keyword_computes(declined: list[str]) -> None:
+def test_eager_attention_that_reads_any_keyword_computes(declined):
     class Reading(Attending):
         def forward(self, function: Any, *tensors: Tensor, **keywords: Any) -> Any:
             function = function or reading_eager_attention_forward
@@ -367,19 +367,19 @@ def test_eager_attention_that_reads_any_keyword_computes(declined: list[str]) ->
 
 
 @pytest.mark.parametrize("name", sorted(attention.REJECTED))
-def test_keys_that_a_model_selects_are_an_error(name: str) -> None:
+def test_keys_that_a_model_selects_are_an_error(name):
     with pytest.raises(PatchError, match=r"(?s)keys that Attending selects.*fix: model\.set_attn"):
         Attending()(attention.attention, *drawn(), **{name: torch.zeros(1, dtype=torch.int64)})
 
 
-def test_a_class_without_eager_attention_is_named() -> None:
+def test_a_class_without_eager_attention_is_named():
     part = nn.Identity()
     with pytest.raises(PatchError, match="eager attention of Identity"):
         attention.attention(part, *drawn(), None, output_attentions=True)
 
 
 @pytest.mark.parametrize("padding", ["", "right"])
-def test_position_bias_is_added(padding: str) -> None:
+def test_position_bias_is_added(padding):
     """T5's is a keyword, with a gradient."""
     attention.register_attention()
     inputs, found = tiny.batch("llama", padding=padding), []
@@ -404,7 +404,7 @@ def test_position_bias_is_added(padding: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
-def test_dropout_beside_a_cap_or_sinks_is_the_models_own(name: str) -> None:
+def test_dropout_beside_a_cap_or_sinks_is_the_models_own(name):
     found = []
     for one in ("eager", attention.NAME):
         model = named(name, one).train()

@@ -62,7 +62,7 @@ MODELS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_results_gradients_and_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_gradients_and_tokens(name, monkeypatch):
     torch.manual_seed(0)
     plain = MODELS[name]()
     patched = copy.deepcopy(plain)
@@ -98,7 +98,7 @@ def test_results_gradients_and_tokens(name: str, monkeypatch: pytest.MonkeyPatch
     assert torch.equal(patched(input_ids=ids, use_cache=False).logits, plain(ids).logits)
 
 
-def test_another_convolution_is_left_alone() -> None:
+def test_another_convolution_is_left_alone():
     def whole(x: torch.Tensor, *rest: Any, **named: Any) -> Any:  # noqa: ARG001
         return x
 

@@ -57,7 +57,7 @@ def distance(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize(
     "recipe", ["rowwise", pytest.param("rowwise_with_gw_hp", marks=pytest.mark.extra)]
 )
-def test_a_patched_model_trains(model: Any, recipe: str) -> None:
+def test_a_patched_model_trains(model, recipe):
     plain, wanted = gradients(model)
     before = {name: one.data_ptr() for name, one in model.state_dict().items()}
     report = flexops.patch(model, fp8=recipe)
@@ -79,9 +79,7 @@ def test_a_patched_model_trains(model: Any, recipe: str) -> None:
     assert distance(gradients(model)[1], wanted) == 0
 
 
-def test_layers_that_read_one_tensor_are_one_product(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_read_one_tensor_are_one_product(model, monkeypatch):
     flexops.patch(model, fp8="rowwise")
     joined, wanted = gradients(model)
     called: list[int] = []
@@ -111,9 +109,7 @@ def test_in_inference_mode_it_computes_the_same(model, recipe):
         assert (model(IDS).logits - expected).norm() < 0.03 * expected.norm()
 
 
-def test_few_rows_and_other_inputs_keep_16_bits(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_rows_and_other_inputs_keep_16_bits(model, monkeypatch):
     plain, wanted = gradients(model)
     flexops.patch(model, fp8="rowwise")
     monkeypatch.setattr(fp8, "LEAST_SIZE", 20)
@@ -122,7 +118,7 @@ def test_few_rows_and_other_inputs_keep_16_bits(
     assert distance(found, wanted) < 1e-3
 
 
-def test_adapters_stay_16_bit_and_frozen_weights_have_no_gradient(model: Any) -> None:
+def test_adapters_stay_16_bit_and_frozen_weights_have_no_gradient(model):
     peft = pytest.importorskip("peft", reason="peft is a requirement of the tests")
     adapted = peft.get_peft_model(
         model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
@@ -137,9 +133,7 @@ def test_adapters_stay_16_bit_and_frozen_weights_have_no_gradient(model: Any) ->
     assert distance(found, wanted) < 0.3
 
 
-def test_norms_behind_sums_quantize_their_results(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_norms_behind_sums_quantize_their_results(model, monkeypatch):
     flexops.patch(model, fp8="rowwise")
     made: list[Any] = []
     known: list[bool] = []
@@ -168,7 +162,7 @@ def test_norms_behind_sums_quantize_their_results(
 
 
 @pytest.mark.extra
-def test_codes_of_a_result_that_was_written_over_are_not_used() -> None:
+def test_codes_of_a_result_that_was_written_over_are_not_used():
     y = torch.ones(2)
     setattr(y, fp8._CODES, ("codes", y._version))
     assert fp8._codes_of(y) == "codes"
@@ -176,14 +170,12 @@ def test_codes_of_a_result_that_was_written_over_are_not_used() -> None:
     assert fp8._codes_of(y) is None
 
 
-def test_two_processes_have_the_losses_of_one(tmp_path: Path) -> None:
+def test_two_processes_have_the_losses_of_one(tmp_path):
     worker = Path(__file__).with_name("fp8_worker.py")
     run_ranks(2, "cpu", tmp_path / "store", timeout=300, worker=worker)
 
 
-def test_decode_steps_are_those_of_a_model_without_fp8(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decode_steps_are_those_of_a_model_without_fp8(model, monkeypatch):
     """Products of few rows with the norm before and the sum behind them."""
     called: list[int] = []
     product = products.product
@@ -205,7 +197,7 @@ def test_decode_steps_are_those_of_a_model_without_fp8(
 
 
 @pytest.mark.extra
-def test_a_graph_without_a_break_is_of_fp8(model: Any) -> None:
+def test_a_graph_without_a_break_is_of_fp8(model):
     flexops.patch(model, fp8="rowwise")
     loss, _ = gradients(model)
     graphs: list[torch.fx.GraphModule] = []
@@ -222,9 +214,7 @@ def test_a_graph_without_a_break_is_of_fp8(model: Any) -> None:
 
 
 @pytest.mark.parametrize("found", ["8.0", "2.0", "rows"])
-def test_a_gpu_without_such_products_keeps_16_bits(
-    model: Any, monkeypatch: pytest.MonkeyPatch, found: str
-) -> None:
+def test_a_gpu_without_such_products_keeps_16_bits(model, monkeypatch, found):
     def without_rows(*_: Any) -> Any:
         raise RuntimeError("scales of rows are not implemented")
 
@@ -245,7 +235,7 @@ def test_a_gpu_without_such_products_keeps_16_bits(
     torch.testing.assert_close(gradients(model), expected, rtol=1e-3, atol=1e-4)
 
 
-def test_sizes_and_recipes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_and_recipes(model, monkeypatch):
     model.model.layers[0].mlp.gate_proj = torch.nn.Linear(32, 72, bias=False)
     model.model.layers[1].self_attn.o_proj.double()
     report = flexops.patch(model, fp8="rowwise")

@@ -78,9 +78,7 @@ def made(name: str) -> tuple[Any, dict[str, Any]]:
         ),
     ],
 )
-def test_kernelize_takes_our_mapping(
-    name: str, mode: str, expected_layers: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernelize_takes_our_mapping(name, mode, expected_layers, monkeypatch):
     """Results and gradients are the model's; each marked layer runs flexops' code, not its own."""
     model, inputs = made(name)
     expected = results(model, inputs)
@@ -110,7 +108,7 @@ def test_kernelize_takes_our_mapping(
 
 
 @pytest.mark.extra
-def test_every_mark_of_transformers_has_a_layer_or_a_reason() -> None:
+def test_every_mark_of_transformers_has_a_layer_or_a_reason():
     folder = Path(transformers.__file__).parent
     pattern = re.compile(
         r'^@use_kernel_(?:forward|func)_from_hub(?:_with_fallback)?\(\s*"(\w+)"', re.MULTILINE

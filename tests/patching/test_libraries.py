@@ -6,7 +6,6 @@ import copy
 import io
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,24 +52,24 @@ def check_compiled(name: str, backend: str, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_it_compiles_to_one_graph(name: str) -> None:
+def test_it_compiles_to_one_graph(name):
     """As the plain one does; so no break is allowed. The plain one's own code is what is traced,
     but for attention and loss."""
     check_compiled(name, "eager")
 
 
 @pytest.mark.parametrize("name", ["llama", "vit"])
-def test_it_compiles_to_one_graph_with_the_operators_in_it(name: str) -> None:
+def test_it_compiles_to_one_graph_with_the_operators_in_it(name):
     check_compiled(name, "eager", in_graphs=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_graphs", [False, True])
-def test_inductor_compiles_it(in_graphs: bool) -> None:
+def test_inductor_compiles_it(in_graphs):
     check_compiled("llama", "inductor", in_graphs=in_graphs)
 
 
-def test_a_compiled_step_makes_no_mask() -> None:
+def test_a_compiled_step_makes_no_mask():
     """transformers would make one of length**2, since it may not look into the padding there; so
     attention could not be told that it is causal."""
     sizes: list[tuple[int, ...]] = []
@@ -102,7 +101,7 @@ def test_a_compiled_step_makes_no_mask() -> None:
 @pytest.mark.parametrize(
     "modules", [["q_proj", "down_proj", "gate_proj"], ["v_proj", "lm_head"]], ids=str
 )
-def test_lora(patch_first: bool, modules: list[str]) -> None:
+def test_lora(patch_first, modules):
     import peft
 
     def make() -> Any:
@@ -171,7 +170,7 @@ def mesh() -> Iterator[Any]:
 
 @pytest.mark.parametrize("patch_first", [True, False])
 @pytest.mark.parametrize("head_alone", [True, False])
-def test_fully_shard(mesh: Any, patch_first: bool, head_alone: bool) -> None:
+def test_fully_shard(mesh, patch_first, head_alone):
     from torch.distributed.fsdp import fully_shard
 
     model, inputs = tiny.model("llama", tie_word_embeddings=False), tiny.batch("llama")
@@ -198,7 +197,7 @@ def test_fully_shard(mesh: Any, patch_first: bool, head_alone: bool) -> None:
 # ---- trainers ------------------------------------------------------------------------------------
 
 
-def test_trainer_reports_the_same_losses(tmp_path: Path) -> None:
+def test_trainer_reports_the_same_losses(tmp_path):
     """With accumulation, for which it hands the number of tokens of several batches to the loss;
     and an evaluation, which wants logits."""
     rows = [{key: value[i % 3] for key, value in tiny.batch("llama").items()} for i in range(12)]
@@ -250,7 +249,7 @@ def test_trainer_reports_the_same_losses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["llama", transformers.LlamaForCausalLM])
-def test_models_are_patched_as_they_are_made(target: Any, tmp_path: Path) -> None:
+def test_models_are_patched_as_they_are_made(target, tmp_path):
     inputs = tiny.batch("llama")
     plain = tiny.model("llama")
     plain.save_pretrained(tmp_path)
@@ -270,7 +269,7 @@ def test_models_are_patched_as_they_are_made(target: Any, tmp_path: Path) -> Non
     assert flexops.unpatch(target) == 0
 
 
-def test_a_checkpoint_of_a_patched_model_is_a_plain_one(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_patched_model_is_a_plain_one(tmp_path):
     model = tiny.model("llama")
     flexops.patch(model)
     model.save_pretrained(tmp_path)
@@ -283,7 +282,7 @@ def test_a_checkpoint_of_a_patched_model_is_a_plain_one(tmp_path: Path) -> None:
 # ---- the command line ----------------------------------------------------------------------------
 
 
-def test_the_command_tells_of_a_config(tmp_path: Path) -> None:
+def test_the_command_tells_of_a_config(tmp_path):
     config = tiny.config("qwen3")
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(tmp_path)
@@ -315,8 +314,8 @@ def test_the_command_tells_of_a_config(tmp_path: Path) -> None:
     ],
 )
 def test_a_config_of_which_no_model_can_be_made_is_reported_with_a_fix(
-    content: str | None, what: str, found: str, tmp_path: Path
-) -> None:
+    content, what, found, tmp_path
+):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(flexops.errors.PatchError, match=what) as caught:
@@ -327,7 +326,7 @@ def test_a_config_of_which_no_model_can_be_made_is_reported_with_a_fix(
     assert caught.value.fix
 
 
-def test_a_name_on_the_hub_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_on_the_hub_without_a_network(monkeypatch):
     """And with its config in the Hub's cache it needs none."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
@@ -344,7 +343,7 @@ def test_a_name_on_the_hub_without_a_network(monkeypatch: pytest.MonkeyPatch) ->
 # ---- optimizers ----------------------------------------------------------------------------------
 
 
-def test_an_optimizer_is_taken_over_with_its_groups_and_states() -> None:
+def test_an_optimizer_is_taken_over_with_its_groups_and_states():
     model, inputs = tiny.model("llama"), tiny.batch("llama")
     parameters = list(model.parameters())
     plain = torch.optim.AdamW(
@@ -385,7 +384,7 @@ def test_an_optimizer_is_taken_over_with_its_groups_and_states() -> None:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_modules_are_torchs(name: str, arguments: dict[str, Any], dtype: torch.dtype) -> None:
+def test_modules_are_torchs(name, arguments, dtype):
     plain, ours = (
         getattr(nn, name)(24, **arguments).to(dtype),
         getattr(flexops.nn, name)(24, **arguments).to(dtype),
@@ -404,7 +403,7 @@ def test_modules_are_torchs(name: str, arguments: dict[str, Any], dtype: torch.d
             getattr(flexops.nn, name)(odd)
 
 
-def test_modules_around_functions() -> None:
+def test_modules_around_functions():
     x, up = torch.randn(5, 16), torch.randn(5, 16)
     torch.testing.assert_close(flexops.nn.SwiGLU()(x, up), nn.functional.silu(x) * up)
     torch.testing.assert_close(
@@ -422,14 +421,14 @@ def test_modules_around_functions() -> None:
 
 
 @pytest.mark.parametrize("odd", [(7,), (0,), (8, 0), (8, 32, 0.0)])
-def test_rotary_tables_that_cannot_be(odd: tuple[Any, ...]) -> None:
+def test_rotary_tables_that_cannot_be(odd):
     with pytest.raises(ValueError, match=r"RotaryEmbedding: dim must be a positive even number"):
         flexops.nn.RotaryEmbedding(*odd)
     with pytest.raises(TypeError, match=r"RotaryEmbedding: dim must be a whole number, got 'a'"):
         flexops.nn.RotaryEmbedding("a")  # type: ignore[arg-type]
 
 
-def test_rotary_tables_stay_float32_and_out_of_checkpoints() -> None:
+def test_rotary_tables_stay_float32_and_out_of_checkpoints():
     rotary = flexops.nn.RotaryEmbedding(8, 32)
     query, key = torch.randn(2, 4, 32, 16), torch.randn(2, 2, 32, 16)
     expected = rotary(query, key)

@@ -197,7 +197,7 @@ def results(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> dict
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_with_pictures_it_computes_the_same(name: str) -> None:
+def test_with_pictures_it_computes_the_same(name):
     make, inputs = MODELS[name][0], MODELS[name][1]()
     torch.manual_seed(0)
     model = zoo.shaken(make())

@@ -38,7 +38,7 @@ def failures(name: str, checks: dict[str, Any], *rounded: str) -> dict[str, str]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "hunyuan_v1_dense", "laguna"])
-def test_decode_steps_compute_what_stands_around_attention(name: str) -> None:
+def test_decode_steps_compute_what_stands_around_attention(name):
     """Hunyuan's norms read what is rotated, Laguna's gate what q, k and v are projected from."""
     model = zoo.tiny(name).eval()
     with torch.no_grad():
@@ -51,7 +51,7 @@ def test_decode_steps_compute_what_stands_around_attention(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["diffllama", "doge"])
-def test_attention_that_changes_what_it_reads_from_a_cache_has_no_decode_steps(name: str) -> None:
+def test_attention_that_changes_what_it_reads_from_a_cache_has_no_decode_steps(name):
     report = flexops.patch(zoo.tiny(name))
     (row,) = [row for row in report.rows if row.operator.startswith("generation")]
     assert "Attention changes what it reads from a cache, or its mask" in row.reason
@@ -139,6 +139,6 @@ def test_nor_by_a_gpus_kernels(name):
 
 
 @pytest.mark.slow
-def test_the_table_is_that_of_this_transformers() -> None:
+def test_the_table_is_that_of_this_transformers():
     """``python tests/patching/zoo.py`` writes it."""
     assert zoo.table() in zoo.PAGE.read_text()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 from builds import REPOSITORY, child_environment
@@ -25,7 +24,7 @@ TESTS = (
 
 @pytest.mark.extra
 @pytest.mark.usefixtures("transformers_models")
-def test_models_of_the_newest_transformers(tmp_path: Path) -> None:
+def test_models_of_the_newest_transformers(tmp_path):
     python = [sys.executable, "-m"]
     completed([*python, "pip", "install", "-q", "--no-deps", "--target", tmp_path, NEWEST])
     path = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
