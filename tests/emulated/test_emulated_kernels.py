@@ -130,39 +130,54 @@ def test_a_few_kernels(machine):
     assert emulated(machine, *files, "-k", selection) == len(files)
 
 
-@pytest.mark.extra
-def test_attention_of_head_dims_that_are_no_multiple_of_8(machine):
-    assert emulated(machine, "tests/emulated/attention_forward.py", "-k", "multiple_of_8") == 4
+# of tests of GPUs, with tensors of the CPU; each with how many there are
+GROUPED = (
+    "test_grouped_linear and (shape0 or shape2) and not dtype2 and (sizes0 or sizes3) or test_order"
+    " and not 5000 and not 3000 or test_gated_experts and (1-2-8 or 200-1-4) or do_not_match"
+    " or do_not_exist or spread_and_combine or test_routes and (4-4 or 130)"
+)
+CODES = "4-64-128-plain or 8-64-128-window or 4-64-64-modified or 4-32-64-plain"
+OPERANDS = "bfloat16 and (bits and (17-48 or 129-272) or gated_rows and 1-16 and silu)"
+NO_MULTIPLE_OF_8 = "no_multiple_of_8 and sm_80 and (60 or 36)"
+PARTS = {
+    "attention of head dims that are no multiple of 8":
+        ("emulated/attention_forward.py", "multiple_of_8", 4),
+    "products with 4-bit weights":
+        ("emulated/int4_linear.py", "bfloat16 and (1-40 or 20-100 or exactly) or None-3", 4),
+    "operands of fp8 products": ("gpu/test_fp8_linear_gpu.py", OPERANDS, 3),
+    "attention over a cache: it appends, rotates, looks up pages and attends":
+        ("gpu/test_kvcache_attention_gpu.py", "small_cases and (several_tokens or a_token)", 2),
+    "the choice of tokens":
+        ("ops/test_next_token.py", "cpu and not (600 or 128256 or torch.float16)", 15),
+}  # fmt: skip
+LARGE_PARTS = {
+    "all products with 4-bit weights": ("emulated/int4_linear.py", "", 31),
+    "attention over a cache of many kinds":
+        ("gpu/test_kvcache_attention_gpu.py", "small_cases", 5),
+    "attention over codes": ("gpu/test_kvcache_codes_gpu.py", f"attend_as and ({CODES})", 4),
+    "score modifiers of attention":
+        ("gpu/test_attention_gpu.py", "score_modifiers and not hopper and not flex_attention", 1),
+    "functions of flex_attention":
+        ("gpu/test_attention_gpu.py", "score_modifiers_of_flex_attention", 51),
+    "gradients of attention with head dims of any number":
+        ("gpu/test_attention_gpu.py", NO_MULTIPLE_OF_8, 6),
+    "gradients of attention whose query heads share key heads":
+        ("gpu/test_attention_gpu.py", "share_a_key_head and sm_80 and 64", 2),
+    "mixtures of experts: products by mma.sync, order, routes":
+        ("gpu/test_experts_gpu.py", GROUPED, 41),
+}  # fmt: skip
 
 
-@pytest.mark.extra
-def test_products_with_4_bit_weights(machine):
-    selection = "bfloat16 and (1-40 or 20-100 or exactly) or None-3"
-    assert emulated(machine, "tests/emulated/int4_linear.py", "-k", selection) == 4
-
-
-@pytest.mark.slow
-def test_all_products_with_4_bit_weights(machine):
-    assert emulated(machine, "tests/emulated/int4_linear.py") == 31
-
-
-@pytest.mark.extra
-def test_operands_of_fp8_products(machine):
-    selection = "bfloat16 and (bits and (17-48 or 129-272) or gated_rows and 1-16 and silu)"
-    assert emulated(machine, "tests/gpu/test_fp8_linear_gpu.py", "-k", selection) == 3
-
-
-@pytest.mark.extra
-def test_attention_over_a_cache(machine):
-    """Appends, rotates, looks up pages and attends."""
-    selection = "small_cases and (several_tokens or a_token)"
-    assert emulated(machine, "tests/gpu/test_kvcache_attention_gpu.py", "-k", selection) == 2
-
-
-@pytest.mark.extra
-def test_the_choice_of_tokens(machine):
-    selection = "cpu and not (600 or 128256 or torch.float16)"
-    assert emulated(machine, "tests/ops/test_next_token.py", "-k", selection) == 15
+@pytest.mark.parametrize(
+    "part",
+    [
+        *(pytest.param(one, marks=pytest.mark.extra) for one in PARTS),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in LARGE_PARTS),
+    ],
+)
+def test_a_part_of_other_tests(machine, part):
+    file, selection, least = (PARTS | LARGE_PARTS)[part]
+    assert emulated(machine, f"tests/{file}", "-k", selection) >= least
 
 
 SELECTIONS = dict.fromkeys(STEPS, RESULTS) | dict.fromkeys(
@@ -187,48 +202,6 @@ def test_every_result_of_a_family(machine, family, order):
 
 
 @pytest.mark.slow
-def test_attention_over_a_cache_of_many_kinds(machine):
-    selection = "small_cases"
-    assert emulated(machine, "tests/gpu/test_kvcache_attention_gpu.py", "-k", selection) == 5
-
-
-@pytest.mark.slow
-def test_attention_over_codes(machine):
-    kinds = "4-64-128-plain or 8-64-128-window or 4-64-64-modified or 4-32-64-plain"
-    selection = f"attend_as and ({kinds})"
-    assert emulated(machine, "tests/gpu/test_kvcache_codes_gpu.py", "-k", selection) == 4
-
-
-@pytest.mark.slow
-def test_score_modifiers_of_attention(machine):
-    """Of GPUs' own tests, with tensors of the CPU."""
-    selection = "score_modifiers and not hopper and not flex_attention"
-    assert emulated(machine, "tests/gpu/test_attention_gpu.py", "-k", selection)
-
-
-@pytest.mark.slow
-def test_functions_of_flex_attention(machine):
-    selection = "score_modifiers_of_flex_attention"
-    assert emulated(machine, "tests/gpu/test_attention_gpu.py", "-k", selection) > 50
-
-
-@pytest.mark.slow
-def test_gradients_of_attention_with_head_dims_of_any_number(machine):
-    selection = "no_multiple_of_8 and sm_80 and (60 or 36)"
-    assert emulated(machine, "tests/gpu/test_attention_gpu.py", "-k", selection) == 6
-
-
-@pytest.mark.slow
-def test_gradients_of_attention_whose_query_heads_share_key_heads(machine):
-    assert (
-        emulated(
-            machine, "tests/gpu/test_attention_gpu.py", "-k", "share_a_key_head and sm_80 and 64"
-        )
-        == 2
-    )
-
-
-@pytest.mark.slow
 def test_gradients_of_attention_in_99_kilobytes_of_shared_memory(machine):
     """Tilings that GPUs of 8.6, 8.9 and 12.x take."""
     assert emulated(
@@ -238,19 +211,6 @@ def test_gradients_of_attention_in_99_kilobytes_of_shared_memory(machine):
         "any_head_dim and (192 or 256) and not reference and not dtype0",
         STAND_IN_GPUS="86",
     )
-
-
-GROUPED = (
-    "test_grouped_linear and (shape0 or shape2) and not dtype2 and (sizes0 or sizes3) or test_order"
-    " and not 5000 and not 3000 or test_gated_experts and (1-2-8 or 200-1-4) or do_not_match"
-    " or do_not_exist or spread_and_combine or test_routes and (4-4 or 130)"
-)
-
-
-@pytest.mark.slow
-def test_mixtures_of_experts(machine):
-    """Of GPUs' own tests, with tensors of the CPU: products by mma.sync, order, routes."""
-    assert emulated(machine, "tests/gpu/test_experts_gpu.py", "-k", GROUPED) > 40
 
 
 # ---- people's own sources ----

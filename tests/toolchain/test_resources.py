@@ -30,100 +30,38 @@ def tree(root: Path, files: dict[str, str], available: int = 8192) -> str:
     return str(root)
 
 
-CGROUP = "sys/fs/cgroup"
-V1_CPU = f"{CGROUP}/cpu,cpuacct/job/cpu.cfs"
+PERIOD = "100000"
+V1_CPU = "cpu,cpuacct/job/cpu.cfs"
+V1_MEMORY = "memory/job/memory."
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, Resources(16, 8192 * MIB)),
-        (
-            {"proc/self/cgroup": "0::/\n", f"{CGROUP}/cpu.max": "max 100000"},
-            Resources(16, 8192 * MIB),
-        ),
-        (
-            {"proc/self/cgroup": "0::/\n", f"{CGROUP}/cpu.max": "200000 100000"},
-            Resources(2, 8192 * MIB),
-        ),
-        (
-            {"proc/self/cgroup": "0::/\n", f"{CGROUP}/cpu.max": "150000 100000"},
-            Resources(2, 8192 * MIB),
-        ),
-        (
-            {"proc/self/cgroup": "0::/\n", f"{CGROUP}/cpu.max": "50000 100000"},
-            Resources(1, 8192 * MIB),
-        ),
-        # the limit is two levels up
-        (
-            {
-                "proc/self/cgroup": "0::/pod/box/job\n",
-                f"{CGROUP}/pod/cpu.max": "300000 100000",
-                f"{CGROUP}/pod/box/cpu.max": "max 100000",
-            },
-            Resources(3, 8192 * MIB),
-        ),
-        # a container sees the host's path but only its own mount
-        (
-            {"proc/self/cgroup": "0::/../../host/path\n", f"{CGROUP}/cpu.max": "400000 100000"},
-            Resources(4, 8192 * MIB),
-        ),
-        (
-            {
-                "proc/self/cgroup": "3:cpu,cpuacct:/job\n",
-                f"{V1_CPU}_quota_us": "500000",
-                f"{V1_CPU}_period_us": "100000",
-            },
-            Resources(5, 8192 * MIB),
-        ),
-        (
-            {
-                "proc/self/cgroup": "3:cpu:/\n",
-                f"{CGROUP}/cpu/cpu.cfs_quota_us": "-1",
-                f"{CGROUP}/cpu/cpu.cfs_period_us": "100000",
-            },
-            Resources(16, 8192 * MIB),
-        ),
-        # memory: limit - (usage - page cache)
-        (
-            {
-                "proc/self/cgroup": "0::/job\n",
-                f"{CGROUP}/job/memory.max": str(4096 * MIB),
-                f"{CGROUP}/job/memory.current": str(3072 * MIB),
-                f"{CGROUP}/job/memory.stat": f"anon 1\ninactive_file {1024 * MIB}\n",
-            },
-            Resources(16, 2048 * MIB),
-        ),
-        (
-            {
-                "proc/self/cgroup": "0::/\n",
-                f"{CGROUP}/memory.max": "max",
-                f"{CGROUP}/memory.current": "5",
-            },
-            Resources(16, 8192 * MIB),
-        ),
-        (
-            {
-                "proc/self/cgroup": "4:memory:/job\n",
-                f"{CGROUP}/memory/job/memory.limit_in_bytes": str(1024 * MIB),
-                f"{CGROUP}/memory/job/memory.usage_in_bytes": str(256 * MIB),
-                f"{CGROUP}/memory/memory.limit_in_bytes": "9223372036854771712",
-                f"{CGROUP}/memory/memory.usage_in_bytes": "1",
-            },
-            Resources(16, 768 * MIB),
-        ),
-        (
-            {
-                "proc/self/cgroup": "0::/\n",
-                f"{CGROUP}/memory.max": "100",
-                f"{CGROUP}/memory.current": "500",
-            },
-            Resources(16, 0),
-        ),
-    ],
-)
-def test_resources(tmp_path, files, expected):
-    assert detect(tree(tmp_path, files), affinity=16) == expected
+@pytest.mark.parametrize(("group", "files", "cpus", "mib"), [
+    (None, {}, 16, 8192),
+    ("0::/", {"cpu.max": "max 100000"}, 16, 8192),
+    ("0::/", {"cpu.max": "200000 100000"}, 2, 8192),
+    ("0::/", {"cpu.max": "150000 100000"}, 2, 8192),
+    ("0::/", {"cpu.max": "50000 100000"}, 1, 8192),
+    # the limit is two levels up
+    ("0::/pod/box/job", {"pod/cpu.max": "300000 100000", "pod/box/cpu.max": "max 100000"}, 3, 8192),
+    # a container sees the host's path but only its own mount
+    ("0::/../../host/path", {"cpu.max": "400000 100000"}, 4, 8192),
+    ("3:cpu,cpuacct:/job", {f"{V1_CPU}_quota_us": "500000", f"{V1_CPU}_period_us": PERIOD}, 5, 8192),
+    ("3:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": PERIOD}, 16, 8192),
+    # memory: limit - (usage - page cache)
+    ("0::/job",
+     {"job/memory.max": 4096 * MIB, "job/memory.current": 3072 * MIB,
+      "job/memory.stat": f"anon 1\ninactive_file {1024 * MIB}\n"}, 16, 2048),
+    ("0::/", {"memory.max": "max", "memory.current": "5"}, 16, 8192),
+    ("4:memory:/job",
+     {f"{V1_MEMORY}limit_in_bytes": 1024 * MIB, f"{V1_MEMORY}usage_in_bytes": 256 * MIB,
+      "memory/memory.limit_in_bytes": "9223372036854771712", "memory/memory.usage_in_bytes": "1"},
+     16, 768),
+    ("0::/", {"memory.max": "100", "memory.current": "500"}, 16, 0),
+])  # fmt: skip
+def test_resources(tmp_path, group, files, cpus, mib):
+    known = {"proc/self/cgroup": f"{group}\n"} if group else {}
+    known |= {f"sys/fs/cgroup/{name}": str(text) for name, text in files.items()}
+    assert detect(tree(tmp_path, known), affinity=16) == Resources(cpus, mib * MIB)
 
 
 def test_resources_of_nothing_known(tmp_path):
