@@ -23,8 +23,10 @@ from processes import completed
 from remote_machines import claim
 
 from flexops.build.compile import building
+from flexops.build.plan import cache_key
 from flexops.build.store import cache_archive, counters, remote
 from flexops.build.store.cache import BuildCache
+from flexops.build.store.remote import Remote
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +129,57 @@ def test_an_edited_header_is_another_artifact_and_the_old_one_stays(url, machine
     header = plan.sources[0].with_name("tiny.h")
     header.write_text("inline int answer_of_header() { return 43; }\n")
     os.utime(header, (1, 1))
-    assert answer(machines.obtain("second", opened(url), plan).library) == 43
+    second = machines.obtain("second", there := opened(url), plan)
+    assert answer(second.library) == 43
+    headers = there.headers(machines.cache("other", there), plan.name, second.manifest.base)
+    assert headers == {"<tiny>/tiny.h": cache_key.file_digest(header)}, "those of the last build"
     assert answer(machines.obtain("third", opened(url), plan).library) == 43
     assert machines.compiled == 2
     assert len([item for item in opened(url).list() if item.name.endswith(".tar.gz")]) == 2
+
+
+def test_a_store_that_is_slow_and_has_nothing_is_given_up(tmp_path, monkeypatch):
+    """Look-ups in vain may take as long together as one may; what is found starts anew."""
+    there, found = Remote("s3://bucket", limit=10.0), [False, True, False, False]
+    answered = {"seconds": 6.0, "tag": "1"}
+    monkeypatch.setattr(there, "_ask", lambda *_: {"found": found.pop(0), **answered})
+    for _ in range(3):
+        there._get("name", tmp_path / "file", 1)
+        assert not there.problem
+    there._get("name", tmp_path / "file", 1)
+    assert "it is slow" in there.problem
+
+
+def test_what_a_store_hands_out_is_read_with_care(machines, monkeypatch):
+    """A list of headers that is none is not known, and what is rejected costs time as well."""
+    there, headers = Remote("s3://bucket", limit=1e-9), {"a.h": "1"}
+    texts = ["[]", '["a.h"]', '{"a.h": 1}', "{", json.dumps(headers), "no archive"]
+
+    def get(_name: str, file: Path, _most: int) -> str:
+        file.write_text(texts.pop(0))
+        return "tag"
+
+    monkeypatch.setattr(there, "_get", get)
+    cache = machines.cache("one", there)
+    found = [there.headers(cache, "tiny-cpu", "base") for _ in range(5)]
+    assert found == [None] * 4 + [headers]
+    assert there.fetch(cache, "tiny-cpu", "1" * 40) is None
+    assert "is rejected" in there.problem
+
+
+def test_a_check_names_a_store_that_forgets_and_one_that_ignores_conditions(monkeypatch):
+    there = Remote("s3://bucket", write=True)
+
+    def ask(asked: dict[str, Any], _limit: float) -> dict[str, Any]:
+        if asked["do"] == "get":
+            Path(asked["file"]).write_text("another")
+        return {"found": True, "made": True, "conditional": True, "seconds": 0.0}
+
+    monkeypatch.setattr(there, "_ask", ask)
+    found = {one.what: one for one in there.check()}
+    assert (found["read back"].ok, found["remove"].ok) == (False, True)
+    assert "another content" in found["read back"].found
+    assert found["conditional put"].found.startswith("ignored")
 
 
 def test_what_is_there_is_never_overwritten(url, machines, opened):
@@ -511,10 +560,10 @@ def test_counters_are_of_all_processes_that_used_a_cache(tmp_path, machines, ope
 def test_a_fork_gets_a_client_of_its_own(tmp_path, machines, opened):
     there = opened(f"file://{tmp_path}/store")
     machines.obtain("first", there)
-    child = os.fork()
+    parents, child = there._worker, os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
-            os._exit(0 if there.list() else 1)
+            os._exit(0 if there.list() and there._worker is not parents else 1)
         os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
     assert there.list(), "the parent's goes on"
@@ -529,3 +578,7 @@ def test_an_archive_must_be_what_was_asked_for(tmp_path, machines):
     with pytest.raises(Exception, match="not the archive"):
         cache_archive.import_archive(other, tmp_path / "both.tar.gz", only=(entry.name, entry.key))
     assert other.entries() == []
+    assert remote.is_named_right(remote.entry_name(entry.name, entry.key), entry)
+    assert not remote.is_named_right(f"other/{entry.key}.tar.gz", entry)
+    odd = entry._replace(name="../up")
+    assert not remote.is_named_right(remote.entry_name(odd.name, odd.key), odd)
