@@ -23,7 +23,6 @@ from torch import Tensor
 
 import flexops
 from flexops.build.load import loader
-from flexops.ops import _register
 from flexops.ops import activation as activation_module
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -427,8 +426,3 @@ def test_the_ops_themselves_check_too():
     for call, message in wrong:
         with torch.no_grad(), pytest.raises(RuntimeError, match=message):
             call()
-
-
-def test_doctors_check_agrees():
-    assert activation_module.self_check("cpu") < 1e-4
-    assert all(op in _register.references for op in ("flexops::swiglu", "flexops::swiglu_backward"))

@@ -712,10 +712,6 @@ def test_what_kernels_do_not_take_is_reported(monkeypatch):
         loader.decline("attention", "cuda", reason)
 
 
-def test_self_check():
-    assert attention_module.self_check("cpu") < 1e-5
-
-
 @pytest.mark.parametrize(("queries", "keys", "options"), [(5, 5, (0,)), (3, 7, (2, 1, 0.5, True))])
 def test_the_operator_takes_heads_first(queries, keys, options):
     """What torch's arguments are handed on as: no tensor is transposed, results lie in memory as

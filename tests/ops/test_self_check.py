@@ -55,7 +55,7 @@ def test_every_operator_of_a_check_is_compared(family, monkeypatch):
     _register.supply_all()
     for name, reference in list(_register.references.items()):
         monkeypatch.setitem(_register.references, name, watched(name, reference))
-    assert check("cpu") < 1e-3
+    assert check("cpu") < 1e-4
     assert called
     for name in called.copy():
         broken.add(name)

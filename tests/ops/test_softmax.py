@@ -283,7 +283,3 @@ def test_a_scale_that_is_no_finite_number_is_rejected(scale):
     for name in ("causal_softmax", "scaled_masked_softmax"):
         with pytest.raises(error, match=rf"flexops\.{name}: scale must be "):
             getattr(flexops, name)(torch.ones(2, 3), scale=scale)
-
-
-def test_self_check():
-    assert softmax_module.self_check("cpu") < 1e-6
