@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +35,7 @@ GENERATIONS: dict[str, dict[str, Any]] = {
 """``left``: one sequence of the batch is padded there."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are too small to share."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_a_model_is_loaded_with_it(tmp_path):

@@ -20,13 +20,7 @@ import flexops
 from flexops.cli._app import app
 from flexops.patching import from_config
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ---- torch.compile -------------------------------------------------------------------------------

@@ -3,7 +3,6 @@ they did."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,12 +23,7 @@ QWEN = {"depth": 2, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2}
 IMAGE, START = 90, 91
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def words(*rows: int) -> dict[str, torch.Tensor]:

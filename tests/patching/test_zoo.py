@@ -5,7 +5,6 @@ The default tests take one type of each structure, the slow ones all."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,12 +23,7 @@ STRUCTURES = (
 """One type of each structure: of norms, blocks, rotary embedding, layers, wrappers, losses."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def failures(name: str, checks: dict[str, Any], *rounded: str) -> dict[str, str]:
