@@ -134,6 +134,7 @@ def pytest_testnodedown(node: Any) -> None:
     _missing.update(getattr(node, "workeroutput", {}).get("missing", {}))
 
 
+@pytest.hookimpl(trylast=True)  # what -m and -k leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked ``gpu`` run wherever there is one; they are never essential, because most
     machines have none. Thousands of skipped ones take a while, so they are left out, unless there
