@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+
 import pytest
 import torch
 
@@ -52,9 +55,14 @@ def test_results_and_what_a_kernel_does_wrong_with_the_line_of_the_source():
 
 
 @pytest.mark.usefixtures("host_compiler")
-def test_an_assertion_and_a_print_have_fixes():
+def test_what_is_not_emulated_has_a_fix():
     for number, (line, fix) in enumerate(
-        (("assert(x[0] > 1);", "-DNDEBUG"), ('printf("%d", n);', "remove printf"))
+        (
+            ("assert(x[0] > 1);", "-DNDEBUG"),
+            ('printf("%d", n);', "remove printf"),
+            ("x[1] = __activemask();", "name the lanes"),
+            ("x[1] = pow(2.0, double(x[2]));", "have the function inlined"),
+        )
     ):
         source = f"__global__ void said(float* x, int n) {{ {line} x[0] = 2; }}"
         schema = f"emulated::said{number}(Tensor(a!) x) -> ()"
@@ -122,6 +130,64 @@ def test_what_the_emulator_notices():
     ):
         with pytest.raises(EmulationError, match=words):
             emulate(wrong, x, which)
+
+
+@pytest.mark.usefixtures("host_compiler")
+def test_what_a_kernel_does_not_write_is_not_the_result_of_the_call_before():
+    source = """
+    __global__ void half(const float* x, float* out, int* count, int n, int whole) {
+      int i = blockIdx.x * blockDim.x + threadIdx.x;
+      if (i < n && (whole || i % 2)) out[i] = x[i], count[i] = 1;
+    }"""
+    half = flexops.kernel(
+        source,
+        "emulated::half(Tensor x, int whole) -> (Tensor out, Tensor count)",
+        out=lambda x: (torch.empty_like(x), x.new_empty(x.shape, dtype=torch.int32)),
+    )
+    x = torch.randn(1000)
+    for _ in range(2):
+        assert torch.equal(emulate(half, x, 1)[0], x)
+        out, count = emulate(half, x, 0)
+        assert out[::2].isnan().all()
+        assert (count[::2] == torch.iinfo(torch.int32).max).all()
+        assert torch.equal(out[1::2], x[1::2])
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+LOOPS = r"""
+__global__ void loops(const float* x, float* out, int which) {
+  __shared__ volatile int flag;
+  float local[8];
+  const int i = threadIdx.x;
+  if (i == 0) flag = 0;
+  __syncthreads();
+  if (which == 0 && i < 32) while (flag == 0) {}  // another warp writes it
+  if (i == 40) flag = 1;
+  for (int j = 0; which == 1 && j < 1 << 24; ++j) flag = 2;  // half a minute
+  for (int j = 0; j < 8; ++j) local[j] = x[i] * j;
+  const long long start = clock64();
+  out[i] = local[i % 8] + sinf(x[i]) + __ffs(i) + (clock64() <= start);
+}
+"""
+
+
+@pytest.mark.usefixtures("host_compiler")
+def test_a_loop_lets_other_threads_run_and_can_be_interrupted():
+    schema = "emulated::loops(Tensor x, Tensor(a!) out, int which) -> ()"
+    kernel = flexops.kernel(LOOPS, schema, grid=1, block=64)
+    x, out = torch.randn(64), torch.zeros(64)
+    timer = threading.Timer(1, signal.raise_signal, (signal.SIGINT,))
+    emulate(kernel, x, out, 2)  # compiled before
+    expected = out.clone()
+    first_bits = torch.tensor([(i & -i).bit_length() for i in range(64)])
+    torch.testing.assert_close(expected, x * (torch.arange(64) % 8) + x.sin() + first_bits)
+    for reverse in (False, True):
+        emulate(kernel, x, out.zero_(), 0, reverse=reverse)
+        assert torch.equal(out, expected)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        emulate(kernel, x, out.zero_(), 1)
+    assert not out.any()
 
 
 def test_what_cannot_be_emulated_is_named():

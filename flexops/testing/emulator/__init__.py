@@ -67,7 +67,7 @@ def emulate(kernel: Kernel, *args: Any, reverse: bool = False, **kwargs: Any) ->
     if elsewhere := [str(one.device) for one in given if one.device.type != "cpu"]:
         raise ValueError(f"emulate: tensors must be on the CPU, got one on {elsewhere[0]}")
     kernel._code.check_tensors(kernel._code.names["complete"](*args, **kwargs))
-    with torch.no_grad(), order_of_threads(reverse=reverse):
+    with torch.no_grad(), order_of_threads(reverse=reverse), _memory_without_old_results():
         return _Emulated.of(kernel._code.candidates[0]).run(*args, **kwargs)
 
 
@@ -82,12 +82,26 @@ def order_of_threads(*, reverse: bool) -> Iterator[None]:
         os.environ["STAND_IN_ORDER"] = before
 
 
+@contextlib.contextmanager
+def _memory_without_old_results() -> Iterator[None]:
+    """New tensors hold NaN and the largest integers: memory may hold the results of an earlier
+    call, which a kernel that writes too little would seem to have computed."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")  # fills what torch.empty returns
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
 _ON_A_GPU = "test this kernel on a GPU"
 _CALLS = {
     "__assertfail": 'leave assert() out of this compilation: options=["-DNDEBUG"]',
     "vprintf": "remove printf, or test this kernel on a GPU",
+    "activemask": "name the lanes that take part, such as 0xffffffff, in place of __activemask()",
+    ".func": "have the function inlined (__forceinline__; sin, cos and pow of float are)",
 }
-"""The fix for a function of the device's that kernels call."""
+"""The fix for what kernels use, the first that is found in the error."""
 
 
 class Loaded(NamedTuple):

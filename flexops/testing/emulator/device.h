@@ -10,6 +10,7 @@
 #pragma once
 
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -287,6 +288,16 @@ u32 clz_(T x) {
   return x ? static_cast<u32>(__builtin_clzll(x)) - (64 - 8 * sizeof(T)) : 8 * sizeof(T);
 }
 template <class T, unsigned F>
+u32 bfind_shiftamt_(T x) {  // from the highest bit to the first that is not the sign's
+  const u64 other = x < T(0) ? ~x : x;
+  return other ? static_cast<u32>(__builtin_clzll(other)) - (64 - 8 * sizeof(T)) : ~0u;
+}
+template <class T, unsigned F>
+u32 bfind_(T x) {
+  const u32 shift = bfind_shiftamt_<T, F>(x);
+  return shift == ~0u ? shift : 8 * sizeof(T) - 1 - shift;
+}
+template <class T, unsigned F>
 T brev_(T x) {
   T out = 0;
   for (unsigned i = 0; i < 8 * sizeof(T); ++i) out |= (x >> i & 1) << (8 * sizeof(T) - 1 - i);
@@ -426,6 +437,7 @@ struct Launch {
   std::vector<Range> ranges;  // other memory that may be touched, in order
   Range last = {1, 1};        // touched
   jmp_buf scheduler, end;
+  u64 clock = 0;     // a tick for each time that it is read
   u64 progress = 0;  // how often something came about that others may have waited for
   char* error;
   size_t error_size;
@@ -448,6 +460,7 @@ struct Thread {
   const char* waits;
   std::vector<Copy> copies;
   int group;
+  u32 turns;
 };
 constexpr size_t kStack = 1 << 20;  // code that is not optimized has large frames
 
@@ -471,6 +484,37 @@ constexpr size_t kStack = 1 << 20;  // code that is not optimized has large fram
 [[gnu::noinline]] inline void yield(Thread& t, u32 line, const char* waits) {
   t.line = line, t.waits = waits;
   if (!_setjmp(t.place)) _longjmp(t.launch->scheduler, 1);
+}
+
+static volatile sig_atomic_t interrupted;
+static struct sigaction before_us;
+inline void on_interrupt(int number, siginfo_t* info, void* context) {
+  interrupted = 1;
+  if (before_us.sa_flags & SA_SIGINFO) before_us.sa_sigaction(number, info, context);
+  else before_us.sa_handler(number);
+}
+/// A launch's time, in which Ctrl-C ends it, too: its process's own handler can only ask for that.
+struct Interruptible {
+  bool ours = false;
+  Interruptible() {
+    interrupted = 0;
+    struct sigaction own = {}, now;
+    own.sa_sigaction = on_interrupt, own.sa_flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK;
+    if (sigaction(SIGINT, nullptr, &now) || now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN || now.sa_sigaction == on_interrupt) return;
+    before_us = now;
+    ours = !sigaction(SIGINT, &own, nullptr);
+  }
+  ~Interruptible() {
+    if (ours) sigaction(SIGINT, &before_us, nullptr);
+  }
+};
+
+/// The end of a loop's turn. One that waits for what another thread of the block writes has to let it run.
+inline void turn(Thread& t, u32 line) {
+  if (++t.turns % (1 << 16)) return;
+  if (interrupted) fault(t, line, "interrupted");
+  ++t.launch->progress;
+  yield(t, line, "the end of a loop");
 }
 
 /// Of the 16 bytes that hold a tensor's last, all may be read: allocations of a GPU are of more.
@@ -688,7 +732,7 @@ inline void run_block(Launch& l, Block& block, std::vector<Thread>& threads) {
   block.warps.resize((count + 31) / 32);
   for (u32 i = 0; i < count; ++i) {
     Thread& t = threads[i];
-    t.launch = &l, t.block = &block, t.number = i, t.lane = i % 32, t.started = t.ended = false, t.group = 0;
+    t.launch = &l, t.block = &block, t.number = i, t.lane = i % 32, t.started = t.ended = false, t.group = 0, t.turns = 0;
     t.at = {i % l.block.x, i / l.block.x % l.block.y, i / (l.block.x * l.block.y)};
     t.copies.clear();
     block.warps[i / 32].lanes |= 1u << i % 32;
@@ -749,6 +793,7 @@ inline bool run(const Kernel& kernel, const char* source, const Dim& grid, const
   if (kernel.most_threads && threads.size() > kernel.most_threads) return snprintf(error, error_size, "%s: a block of %zu threads, where its launch bounds allow %u", kernel.symbol, threads.size(), unsigned(kernel.most_threads)), false;
   while (stacks.size() < threads.size()) stacks.push_back((u8*)mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   for (size_t i = 0; i < threads.size(); ++i) threads[i].stack = stacks[i];
+  const Interruptible here;
   if (_setjmp(l.end)) return false;
   for (u64 n = 0; n < u64(grid.x) * grid.y * grid.z; ++n) {
     Block one;

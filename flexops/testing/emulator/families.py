@@ -66,9 +66,11 @@ class _Driver:
         self.note = _NOTE(self._note)
 
     def _note(self, begin: int | None, numel: int, dtype: int) -> None:
-        """A tensor's memory: none, if it is empty."""
+        """A new tensor's memory, none if it is empty: of NaN, in case it holds old results."""
         if begin:
-            self.memory.append((begin, begin + numel * _BYTES[dtype]))
+            size = numel * _BYTES[dtype]
+            ctypes.memset(begin, 0xFF, size)
+            self.memory.append((begin, begin + size))
 
     def _launch(self, config: int, kernel: int, arguments: int, extra: int) -> int:
         try:

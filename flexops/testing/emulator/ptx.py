@@ -74,6 +74,7 @@ ARITHMETIC = {
     "shf.r": ("TTTu", "wrap clamp"),
     **dict.fromkeys(("popc", "clz"), ("uT", "")),
     "brev": ("TT", ""),
+    **dict.fromkeys(("bfind", "bfind.shiftamt"), ("uT", "")),
     "bfe": ("TTuu", ""),
     "bfi": ("TTTuu", ""),
     "prmt": ("TTTT", ""),
@@ -120,6 +121,7 @@ SPECIAL = {
     "%warpid": "(t.number / 32)",
     "%smid": "0u",
     "%nsmid": "processors()",
+    **dict.fromkeys(("%clock", "%clock64", "%globaltimer"), "++t.launch->clock"),
     "%lanemask_eq": "(1u << t.lane)",
     "%lanemask_lt": "((1u << t.lane) - 1)",
     "%lanemask_le": "((2u << t.lane) - 1)",
@@ -159,6 +161,7 @@ class Kernel:
         self.parameters: list[str] = []  # size and alignment
         self.types: dict[str, str] = {}  # of registers, by what their names begin with
         self.scoped: set[str] = set()  # registers that inline code declares, in braces of its own
+        self.labels: set[str] = set()  # that came before
         self.depth = 0
         self.line = 0
 
@@ -231,9 +234,10 @@ class Kernel:
         if found := re.match(r"\.reg\s+\.(\w+)\s+(.+)", text):
             self.add_registers(found[1], found[2].split(","))
         elif found := re.match(
-            r"\.(shared|local)\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d+)\]", text
+            r"\.(shared|local)\s+\.align\s+(\d+)\s+\.(\w+)\s+([\w$]+)(?:\[(\d+)\])?", text
         ):
-            self.add_variable(found[1], int(found[2]), found[3], int(found[4]))
+            size = size_of(found[3]) * int(found[5] or 1)
+            self.add_variable(found[1], int(found[2]), found[4], size)
         else:
             condition = re.match(r"@(!?)%?(\w+)\s+", text)
             name, *rest = text[condition.end() if condition else 0 :].split(None, 1)
@@ -480,7 +484,9 @@ class Kernel:
         return f"put({register(operands[0])}, dp4a_<{kinds}>({given}));"
 
     def do_bra(self, _: list[str], operands: list[str]) -> str:
-        return f"goto {label(operands[0])};"
+        place = label(operands[0])
+        loops = f"turn(t, {self.line}); " if place in self.labels else ""
+        return f"{{ {loops}goto {place}; }}"
 
     def do_ret(self, _: list[str], __: list[str]) -> str:
         return "return;"
@@ -657,7 +663,7 @@ class Module:
 
     def take(self, statement: str, number: int) -> str:
         """What is left of a statement, to which the next line is added."""
-        if not statement or statement.startswith(_HEAD):
+        if not statement or statement.split(None, 1)[0] in _HEAD:
             return ""
         if statement.startswith(".section"):  # names of functions, for a debugger
             return "" if statement.endswith("}") else statement
@@ -671,6 +677,7 @@ class Module:
             return ""
         if found := re.match(r"(\$?\w+):\s*", statement):
             self.kernel.code.append(f"{label(found[1])}:;")
+            self.kernel.labels.add(label(found[1]))
             statement = statement[found.end() :]
         if not statement.endswith((";", "}", "{")):
             return statement
