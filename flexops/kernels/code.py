@@ -44,7 +44,10 @@ _FIXES = {
     ),
     "unrecognized option": ("correct options=[...]: options of NVRTC, of which nvcc has more"),
     "cannot open source file": "name its directory in include=[...]",
-    '"std"': "#include <the header of C++'s that declares it>, such as <cmath> or <type_traits>",
+    '"std"': (
+        "#include <the header of C++'s that declares it>, such as <cmath> or <type_traits>; device"
+        " code has no containers, strings and streams"
+    ),
 }
 """The fix for a compiler error, by its text."""
 

@@ -99,6 +99,10 @@ def fix_for(header: str, cuda: str) -> str:
         return f'pip install "nvidia-cuda-runtime{suffix}=={cuda}.*"'
     if re.match(r"(?:cute|cutlass)/", header):
         return "include=[<the include directory of CUTLASS>]"
+    if re.match(r"(?:torch|ATen|c10|pybind11)/|Python\.h", header):
+        return "remove the include, of which device code uses nothing (flexops.load compiles it)"
+    if re.fullmatch(r"\w+", header):
+        return f"do without <{header}>, a header of C++ for code of the host"
     return ""
 
 

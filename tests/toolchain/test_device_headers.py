@@ -99,6 +99,12 @@ def test_bundled_headers_are_used_where_nvrtc_has_written_them(tmp_path):
         ("cuda/std/array", "12.8", 'pip install "nvidia-cuda-cccl-cu12==12.8.*"'),
         ("cuda_bf16.h", "13.0", 'pip install "nvidia-cuda-runtime==13.0.*"'),
         ("cute/tensor.hpp", "13.0", "include=[<the include directory of CUTLASS>]"),
+        (
+            "torch/extension.h",
+            "13.0",
+            "remove the include, of which device code uses nothing (flexops.load compiles it)",
+        ),
+        ("memory", "13.0", "do without <memory>, a header of C++ for code of the host"),
         ("mine.h", "13.0", ""),
     ],
 )
