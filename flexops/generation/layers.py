@@ -175,7 +175,8 @@ class KVCacheLayer(CacheLayerMixin):
                 "the KV cache is full",
                 found=f"{self.length} tokens in it and {key_states.shape[2]} new ones",
                 required=f"at most {self.store.max_length}, its max_length",
-                fix=f"flexops.KVCache(config, max_length={end}), or fewer new tokens",
+                fix="flexops.KVCache(config, max_length=<tokens of the prompt and all new ones>),"
+                f" {end} or more, or fewer new tokens",
             )
         return self._append(key_states, value_states, end)
 

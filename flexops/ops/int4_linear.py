@@ -91,6 +91,14 @@ class Int4Weight(NamedTuple):
         return self.packed.device
 
     @property
+    def data(self) -> Tensor:
+        """None: what merges adapters would add to it."""
+        raise AttributeError(
+            "a weight of 4 bits has no data to which adapters can be added\n"
+            '  fix: merge them into the 16-bit model, then flexops.patch(model, weights="int4")'
+        )
+
+    @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and zero points together."""
         zeros = 0 if self.zeros is None else self.zeros.nbytes

@@ -599,6 +599,8 @@ def test_weights_below_adapters_are_quantized_and_adapters_are_not():
     assert len(layers(model)) == 14
     assert all("base_layer" in name or "lora" not in name for name in layers(model))
     model(X, labels=X).loss.backward()
+    with pytest.raises(AttributeError, match="merge them into the 16-bit model"):
+        model.merge_and_unload()
 
 
 # ---- bad input ----
