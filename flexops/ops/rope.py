@@ -203,8 +203,9 @@ def _check(
             )
     elif len(table) != 2 or 2 * table[1] > shape[3]:
         _fail(
-            "cos must have shape [max_positions, rotary_dim / 2] with rotary_dim at most query's"
-            f" head_dim, {shape[3]}, got {list(table)}"
+            "cos must have shape [max_positions, rotary_dim / 2], or [batch, length, rotary_dim] with"
+            f" each number twice, with rotary_dim at most query's head_dim, {shape[3]}, got"
+            f" {list(table)}"
         )
     _check_constant(
         cos.requires_grad and torch.is_grad_enabled(), sin.requires_grad and torch.is_grad_enabled()
