@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from quant_cases import DTYPES, assert_same, draw_input, draw_options
 
 import flexops
 from flexops import QuantizedTensor
+from flexops.bench.reference import OnReference
 from flexops.ops import quant as quant_module
 
 ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -33,16 +35,11 @@ def native(native_kernels: Callable[[str, str], None]) -> None:
 
 
 @pytest.fixture(params=["op", "reference"])
-def roundtrip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def roundtrip(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test that takes this runs twice: on whatever kernels there are, and on the
     reference."""
-    if request.param == "reference":
-
-        class Ops:
-            quantize = staticmethod(quant_module._quantize_reference)
-            dequantize = staticmethod(quant_module._dequantize_reference)
-
-        monkeypatch.setattr(torch.ops, "flexops", Ops)
+    with OnReference() if request.param == "reference" else nullcontext():
+        yield
 
 
 def per_element(per_group: torch.Tensor, q: QuantizedTensor) -> torch.Tensor:
