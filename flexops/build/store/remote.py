@@ -343,6 +343,10 @@ class Remote:
             if _NO_PLACE.search(str(answer.get("why", ""))):
                 yield Check("place", False, scrubbed(answer["why"]), "make the bucket")
                 return
+            if answer["found"]:
+                found = f"it has {name}, which was never written: a page for logging in, or a proxy's"
+                yield Check("place", False, found, "open the address in a browser")
+                return
             first = time.monotonic() - started
             later = sorted(self._ask(get, self.limit)["seconds"] for _ in range(5))[2]
             fast = later < _QUICK_SECONDS

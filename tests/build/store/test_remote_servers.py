@@ -361,6 +361,22 @@ def test_a_check_names_the_cause(
     assert failed[0].fix
 
 
+def test_a_page_in_place_of_every_object_is_no_store():
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "5")
+            self.end_headers()
+            self.wfile.write(b"<htm>")
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        found = checked(f"http://127.0.0.1:{server.server_port}/x", write=True)
+        server.shutdown()
+    assert "a page for logging in" in found["place"].found
+    assert "write" not in found
+
+
 def test_check_on_the_command_line(tmp_path, monkeypatch):
 
     from flexops import settings
