@@ -203,8 +203,8 @@ def _check(
             )
     elif len(table) != 2 or 2 * table[1] > shape[3]:
         _fail(
-            "cos must have shape [max_positions, rotary_dim / 2], or [batch, length, rotary_dim] with"
-            f" each number twice, with rotary_dim at most query's head_dim, {shape[3]}, got"
+            "cos must have shape [max_positions, rotary_dim / 2], or with each number twice [batch,"
+            f" length, rotary_dim], with rotary_dim at most query's head_dim, {shape[3]}, got"
             f" {list(table)}"
         )
     _check_constant(

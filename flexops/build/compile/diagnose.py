@@ -168,6 +168,12 @@ LOAD_RULES: tuple[Rule, ...] = (
         "PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) in a source, functions= of load_inline, or"
         " is_python_module=False",
     ),
+    Rule(
+        r'generic_type: type "([^"]+)" is already registered',
+        "an earlier build of it, or another extension, has registered a class in this process",
+        "py::class_<T>(m, name, py::module_local()), of which each build has its own; or restart"
+        " the process",
+    ),
 )
 
 _GENERAL = RULES[:4]

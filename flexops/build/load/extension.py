@@ -62,7 +62,7 @@ class SourceNotFoundError(FlexopsError, FileNotFoundError):
 
 class ExtensionImportError(FlexopsError, ImportError):
     """A module was built and cannot be opened: it needs a symbol that nothing defines, or a library
-    that is not found."""
+    that is not found, or an earlier build of it has registered the same."""
 
 
 class ExtensionOpenError(FlexopsError, OSError):
@@ -307,6 +307,7 @@ def _loaded(
             path = entry.library  # the linker gives the old library for a path that it has open
         if programs and _given.setdefault(str(path), programs) != programs:
             path = _copied(path, programs)  # one that is open has the kernels of another text
+        _refuse_second_registration(request, path)
         _opened[str(path)] = entry.manifest.key
         try:
             fresh = (request.name, str(path)) not in _modules
@@ -337,6 +338,31 @@ def _loaded(
                     fix=found.fix,
                 ) from error
             raise
+
+
+def _refuse_second_registration(request: Request, path: Path) -> None:
+    """An edited library that registers operators again: torch would end the process."""
+    before = [one for one in _opened if os.path.basename(one) == path.name and one != str(path)]
+    if not before or str(path) in _opened:
+        return
+    earlier = {name for one in before for name in _registered(one)}
+    if twice := sorted(earlier & _registered(path)):
+        kind = ExtensionImportError if request.is_python_module else ExtensionOpenError
+        raise kind(
+            f"extension {request.name} was built, and this process has an earlier build of it open",
+            found=f"TORCH_LIBRARY of {', '.join(twice)}, which a process registers once",
+            fix="restart the process",
+        )
+
+
+def _registered(library: str | Path) -> set[str]:
+    """The namespaces that a library registers with torch, from the names of its variables."""
+    try:
+        content = Path(library).read_bytes()
+    except OSError:  # removed from the cache since
+        return set()
+    found = re.findall(rb"TORCH_LIBRARY_(?:FRAGMENT_)?static_init_(\w+?)(?:_\d+)?\0", content)
+    return {name.decode() for name in found}
 
 
 def obtain(request: Request, chosen: Settings) -> tuple[Entry, tuple[Program, ...]]:

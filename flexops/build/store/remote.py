@@ -344,7 +344,7 @@ class Remote:
                 yield Check("place", False, scrubbed(answer["why"]), "make the bucket")
                 return
             if answer["found"]:
-                found = f"it has {name}, which was never written: a page for logging in, or a proxy's"
+                found = f"it has {name}, which was never written: a login page, or a proxy's"
                 yield Check("place", False, found, "open the address in a browser")
                 return
             first = time.monotonic() - started

@@ -165,6 +165,33 @@ def test_a_library_of_operators(tmp_path):
     assert Path(path).is_file()
     assert torch.ops.flexops_test_extension.negative(torch.ones(2)).tolist() == [-1.0, -1.0]
     assert flexops.load("ops", [source], is_python_module=False) == path
+    source.write_text(source.read_text().replace("x.neg()", "x.abs()"))
+    with pytest.raises(OSError, match="TORCH_LIBRARY of flexops_test_extension, which a process"):
+        flexops.load("ops", [source], is_python_module=False)  # torch would end the process
+    assert torch.ops.flexops_test_extension.negative(torch.ones(2)).tolist() == [-1.0, -1.0]
+    source.write_text(source.read_text().replace("flexops_test_extension", "flexops_test_edited"))
+    flexops.load("ops", [source], is_python_module=False)
+    assert torch.ops.flexops_test_edited.negative(-torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.extra
+def test_a_class_of_an_edited_module_is_local_to_it_or_an_error(tmp_path):
+    source = tmp_path / "classes.cpp"
+    text = """#include <torch/csrc/utils/pybind.h>
+        struct Counter { int value = NUMBER; };
+        PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+          pybind11::class_<Counter>(m, "Counter"LOCAL).def(pybind11::init<>())
+              .def_readwrite("value", &Counter::value);
+        }"""
+
+    def value(number: int, local: str = "") -> int:
+        source.write_text(text.replace("NUMBER", str(number)).replace("LOCAL", local))
+        return int(flexops.load("classes", [source]).Counter().value)
+
+    assert value(1) == 1
+    with pytest.raises(ImportError, match=r"registered a class(.|\n)*fix: py::class_.*local\(\)"):
+        value(2)
+    assert value(3, ", pybind11::module_local()") == 3
 
 
 def test_a_standalone_executable(tmp_path):

@@ -373,7 +373,7 @@ def test_a_page_in_place_of_every_object_is_no_store():
         threading.Thread(target=server.serve_forever, daemon=True).start()
         found = checked(f"http://127.0.0.1:{server.server_port}/x", write=True)
         server.shutdown()
-    assert "a page for logging in" in found["place"].found
+    assert "a login page" in found["place"].found
     assert "write" not in found
 
 
