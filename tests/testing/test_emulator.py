@@ -10,6 +10,7 @@ import torch
 
 import flexops
 from flexops.testing import EmulationError, emulate
+from flexops.testing.emulator import ptx
 
 SUMS = r"""
 __global__ void sums(const float* x, float* out, int x_size1, int which) {
@@ -74,6 +75,15 @@ def test_what_is_not_emulated_has_a_fix():
                            block=1, options=["-DNDEBUG"])  # fmt: skip
     emulate(quiet, x)
     assert x[0] == 2
+
+
+@pytest.mark.usefixtures("host_compiler")
+def test_what_the_compiler_says_is_in_the_error(monkeypatch):
+    monkeypatch.setattr(ptx, "translate", lambda _: "int odd = nothing;")
+    odd = flexops.kernel("__global__ void odd(float* x) { *x = 7; }",
+                         "emulated::odd(Tensor(a!) x) -> ()", grid=1, block=1)  # fmt: skip
+    with pytest.raises(EmulationError, match=r"emulated: (.|\n)*nothing. was not declared"):
+        emulate(odd, torch.zeros(1))
 
 
 def test_a_result_on_another_device_is_no_memory():

@@ -13,6 +13,7 @@ import ctypes
 import os
 import re
 import struct
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flexops import _torch, settings, toolchain
+from flexops.build.compile.diagnose import diagnose
 from flexops.errors import FlexopsError
 from flexops.kernels import launch, limits
 from flexops.kernels.code import KernelCode
@@ -161,7 +163,7 @@ def translated(code: Path, symbol: str) -> Loaded:
     """A kernel's PTX as a function of this process.
 
     Raises:
-        EmulationError: it has an instruction that is not emulated.
+        EmulationError: it has an instruction that is not emulated, or g++ failed.
         ToolchainError: there is no g++.
     """
     tools = toolchain.discover(settings.current(), device="cpu")
@@ -179,6 +181,10 @@ def translated(code: Path, symbol: str) -> Loaded:
             required="instructions of compute_80 that flexops.testing.emulator translates",
             fix=next((fix for call, fix in _CALLS.items() if call in str(error)), _ON_A_GPU),
         ) from None
+    except subprocess.CalledProcessError as error:
+        cause = diagnose(error.stderr)
+        what = f"{symbol} cannot be emulated: {cause.cause}"
+        raise EmulationError(what, found=cause.error, fix=cause.fix) from None
     return Loaded(ctypes.CDLL(str(library)).emulate, symbol, library.with_suffix(".ptx"))
 
 
