@@ -19,8 +19,8 @@ using int4::Params;
 
 /// A kernel's configuration: as a number, for measurements, `first << 16 | second << 8 | cluster`.
 struct Plan {
-  int first;    // warps beside each other along n, 2 or 8; or wgmma's rows of x, 16 to 256; or 4
-                // or 5: the kernel of up to 16 rows with two teams or one
+  int first;    // warps beside each other along n, 2 or 8; or wgmma's rows of x, 16 to 256; or 22,
+                // 24, 14 or 17: the kernel of up to 16 rows, teams and tiles of rows of a block
   int second;   // warps of a block; or consumer warpgroups that share the columns; or stages,
                 // an even number
   int cluster;  // blocks that share the columns
@@ -64,20 +64,27 @@ Plan choose_hopper(const Int4Product& c, int processors) {
   return best;
 }
 
-/// How blocks share the columns for up to 16 rows of x: a pass costs its chunks, which two teams
-/// take in turn, and as much as three of them besides. Instead of several passes there are blocks
-/// of one team, two on a multiprocessor: while one adds its sums, the other one computes.
+/// The kernel of up to 16 rows. If blocks of two teams run all at once, a stage costs its tiles of
+/// rows and as much as three more, for x, and adding the sums of a cluster as much as 28; with
+/// up to 8 rows of x, two tiles are slower than four. Otherwise there are blocks of one team, two
+/// on a multiprocessor.
 Plan choose_few(const Int4Product& c, int processors) {
-  Plan best = {4, 6, 1};
-  int64_t least_cost = INT64_MAX, least_passes = 0;
+  const int64_t tiles_n = c.weight.tiles_n,
+                chunks = ceil_div(c.weight.tiles_k, int64_t{int4::kSixteenTeam});
+  Plan best = {};
+  int64_t least_cost = INT64_MAX;
   for (int cluster = 1; cluster <= 8; cluster *= 2) {
-    const int64_t passes = ceil_div(ceil_div(c.weight.tiles_n, int4::kSixteenTiles),
-                                    clusters_of(cluster, processors)),
-                  chunks = ceil_div(ceil_div(c.weight.tiles_k, int4::kSixteenTeam), cluster),
-                  cost = passes * (ceil_div(chunks, 2) + 3);
-    if (cost < least_cost) least_cost = cost, least_passes = passes, best.cluster = cluster;
+    for (int tiles = c.m > 8 ? 2 : 4; tiles <= 4; tiles *= 2) {
+      if (ceil_div(tiles_n, tiles) > clusters_of(cluster, processors)) continue;
+      const int64_t cost = ceil_div(chunks, cluster) * (tiles + 3) + (cluster > 1 ? 28 : 0);
+      if (cost < least_cost) least_cost = cost, best = {20 + tiles, 4, cluster};
+    }
   }
-  return least_passes > 1 ? Plan{5, 4, 1} : best;
+  if (best.first) return best;
+  const auto cost_of = [&](int tiles) {
+    return ceil_div(ceil_div(tiles_n, tiles), 2 * processors) * (3 * tiles + 2);
+  };
+  return {cost_of(7) < cost_of(4) ? 17 : 14, 4, 1};
 }
 
 /// Measured on one H200.
@@ -125,7 +132,7 @@ void launch_many(Params& p, const Plan& plan, void* stream) {
          p);
 }
 
-template <class T, int kTokens, int kTeams>
+template <class T, int kTokens, int kTeams, int kTiles>
 void launch_sixteen(const Params& params, const Plan& plan, void* stream) {
   const Gpu& gpu = gpu_facts();
   int4::SixteenParams p = {};
@@ -134,12 +141,12 @@ void launch_sixteen(const Params& params, const Plan& plan, void* stream) {
       ceil_div(ceil_div(params.tiles_k, int4::kSixteenTeam), int64_t{plan.cluster}));
   const int most = kTeams == 2 ? gpu.shared_of_block : gpu.shared_of_processor / 2 - 1024;
   const auto bytes = [&] {
-    return int4::SixteenLayout(8 * kTokens, kTeams, params.group_shift, p.stages).bytes;
+    return int4::SixteenLayout<kTiles>(8 * kTokens, kTeams, params.group_shift, p.stages).bytes;
   };
   while (p.stages > int4::sixteen_least_stages(kTeams) && bytes() > most) p.stages -= kTeams;
   const auto numbers = [&](const void* of) {
-    return map_words(of ? of : params.scales, params.tiles_n, 1, int64_t{params.groups} * 8,
-                     int4::kSixteenTiles, 1, (64 * int4::kSixteenTeam >> params.group_shift) * 8);
+    return map_words(of ? of : params.scales, params.tiles_n, 1, int64_t{params.groups} * 8, kTiles,
+                     1, (64 * int4::kSixteenTeam >> params.group_shift) * 8);
   };
   const Dtype type = std::is_same_v<T, bf16> ? Dtype::bf16 : Dtype::f16;
   if (params.k % 64 == 0) p.x_tiles = int4::kSixteenTeam;
@@ -147,15 +154,22 @@ void launch_sixteen(const Params& params, const Plan& plan, void* stream) {
             ? map_matrices(type, params.x, params.tiles_k, params.m, 64, params.k, 64, 8 * kTokens,
                            int4::kSixteenTeam)
             : map_matrices(type, params.x, 1, params.m, params.k, params.k, 0, 8 * kTokens);
-  p.words = map_words(params.packed, params.tiles_n, params.tiles_k, 128, int4::kSixteenTiles,
+  p.words = map_words(params.packed, params.tiles_n, params.tiles_k, 128, kTiles,
                       int4::kSixteenTeam, 128);
   p.scales = numbers(params.scales), p.zeros = numbers(params.zeros);
   const LaunchConfig config =
-      config_of(ceil_div(params.tiles_n, int4::kSixteenTiles) * plan.cluster,
-                32 * int4::kSixteenTeam * kTeams, bytes(), plan.cluster, stream);
+      config_of(ceil_div(params.tiles_n, kTiles) * plan.cluster, 32 * int4::kSixteenTeam * kTeams,
+                bytes(), plan.cluster, stream);
   if (params.group_shift == 5)
-    return launch(rare_kernel<int4::sixteen_rows_hopper<T, kTokens, kTeams, true>>, config, p);
-  launch(kernel<int4::sixteen_rows_hopper<T, kTokens, kTeams, false>>, config, p);
+    return launch(rare_kernel<int4::sixteen_rows_hopper<T, kTokens, kTeams, kTiles, true>>, config,
+                  p);
+  launch(kernel<int4::sixteen_rows_hopper<T, kTokens, kTeams, kTiles, false>>, config, p);
+}
+
+template <class T, int kTeams, int kTiles>
+void launch_sixteen(const Params& p, const Plan& plan, void* stream) {
+  p.m <= 8 ? launch_sixteen<T, 1, kTeams, kTiles>(p, plan, stream)
+           : launch_sixteen<T, 2, kTeams, kTiles>(p, plan, stream);
 }
 
 template <class T, int kN, int kDepth, bool kSmall>
@@ -196,12 +210,10 @@ void launch_hopper(Params& p, const Plan& plan, void* stream) {
 template <class T>
 void launch_product(const Int4Product& c, const Plan& plan, void* stream) {
   Params p = make_params(c, plan);
-  if (plan.first == 4)
-    return p.m <= 8 ? launch_sixteen<T, 1, 2>(p, plan, stream)
-                    : launch_sixteen<T, 2, 2>(p, plan, stream);
-  if (plan.first == 5)
-    return p.m <= 8 ? launch_sixteen<T, 1, 1>(p, plan, stream)
-                    : launch_sixteen<T, 2, 1>(p, plan, stream);
+  if (plan.first == 22) return launch_sixteen<T, 2, 2>(p, plan, stream);
+  if (plan.first == 24) return launch_sixteen<T, 2, 4>(p, plan, stream);
+  if (plan.first == 14) return launch_sixteen<T, 1, 4>(p, plan, stream);
+  if (plan.first == 17) return launch_sixteen<T, 1, 7>(p, plan, stream);
   if (plan.first == 2) {
     if (p.m <= 16) return launch_many<T, 2, 2>(p, plan, stream);
     if (p.m <= 32) return launch_many<T, 4, 2>(p, plan, stream);

@@ -3,9 +3,10 @@
 // so few rows that takes half the instructions of dequantizing the codes, as wgmma requires. The
 // sums of x, which zero points are multiplied by, come from a left operand of ones.
 //
-// A stage is eight tiles of columns of four tiles of rows, each for one warp, by three or four
-// copies of the copy engine. Two teams of eight warps take the stages in turn, or a block has one
-// team, and a multiprocessor two blocks, one of which computes while the other one adds its sums.
+// A stage is eight tiles of columns of two, four or seven tiles of rows, each for one warp, by
+// three or four copies of the copy engine. Two teams of eight warps take the stages in turn, or a
+// block has one team, and a multiprocessor two blocks, one of which computes while the other one
+// adds its sums. How many tiles of rows: so that all blocks run at once and have the same work.
 #pragma once
 
 #include "common/wgmma.cuh"
@@ -23,36 +24,37 @@ struct SixteenParams {
   hopper::TensorMap x, words, scales, zeros;
 };
 
-inline constexpr int kSixteenTiles = 4, kSixteenTeam = 8, kSixteenMostStages = 8;
+inline constexpr int kSixteenTeam = 8, kSixteenMostStages = 8;
 // A multiple of the teams, so that a stage belongs to one of them. Another one would come to a
 // stage two phases ahead, which its barrier cannot distinguish from now.
 FLEXOPS_DEVICE constexpr int sixteen_least_stages(int teams) { return 2 * teams; }
 
 /// Shared memory, in bytes. The sums, of warps and of the block, take the place of the stages.
+template <int kTiles>
 struct SixteenLayout {
-  static constexpr int kStride = 16 * kSixteenTiles + 4;  // of the sums, in floats
-  static constexpr int kWords = kSixteenTiles * kSixteenTeam * 512;
+  static constexpr int kStride = 16 * kTiles + 4;  // of the sums, in floats
+  static constexpr int kWords = kTiles * kSixteenTeam * 512;
   int numbers, weights, x, x_at, sums, barriers, bytes;
   FLEXOPS_DEVICE SixteenLayout(int tokens, int teams, int group_shift, int stages) {
     const int of_tokens = tokens * kStride * 4;
-    numbers = kSixteenTiles * (64 * kSixteenTeam >> group_shift) * 32;  // scales of a stage
+    numbers = kTiles * (64 * kSixteenTeam >> group_shift) * 32;  // scales of a stage
     weights = (kWords + 2 * numbers + 1023) / 1024 * 1024, x = kSixteenTeam * tokens * 128;
     x_at = stages * weights, sums = teams * kSixteenTeam * of_tokens;
     const int staged = x_at + stages * x, summed = sums + of_tokens;
     barriers = staged > summed ? staged : summed;
-    bytes = barriers + 16 * kSixteenMostStages + 16;
+    bytes = barriers + 16 * kSixteenMostStages;
   }
 };
 
-/// kTokens: eights of rows of x, 1 or 2.
-template <class T, int kTokens, int kTeams, bool kSmall>
+/// kTokens: eights of rows of x, 1 or 2. kTiles: of rows of W.
+template <class T, int kTokens, int kTeams, int kTiles, bool kSmall>
 __global__ void __launch_bounds__(32 * kSixteenTeam * kTeams, 2 / kTeams)
     sixteen_rows_hopper(const FLEXOPS_GRID_CONSTANT SixteenParams params) {
   using namespace hopper;
   using X = Panels<8 * kTokens, 64>;
-  using Layout = SixteenLayout;
-  constexpr int kTiles = kSixteenTiles, kTeam = kSixteenTeam, kWarps = kTeam * kTeams,
-                kThreads = 32 * kWarps, kUnits = kSmall ? 2 : 1;
+  using Layout = SixteenLayout<kTiles>;
+  constexpr int kTeam = kSixteenTeam, kWarps = kTeam * kTeams, kThreads = 32 * kWarps,
+                kUnits = kSmall ? 2 : 1;
   __align__(1024) extern __shared__ u8 staged[];
   const Params& p = params.p;
   const int thread = static_cast<int>(threadIdx.x), warp = shuffle(thread / 32, 0),
@@ -72,19 +74,10 @@ __global__ void __launch_bounds__(32 * kSixteenTeam * kTeams, 2 / kTeams)
   let_next_start();
   __syncthreads();
 
-  // Thread 0 fills the stages. Which one is next is in shared memory: registers are scarce. Of rows
-  // and columns past the last one, the copy engine stores zeros.
-  struct Next {
-    int chunk, slot;
-    FLEXOPS_DEVICE void advance(int stages) {
-      ++chunk;
-      if (++slot == stages) slot = 0;
-    }
-  };
-  Next* const next = reinterpret_cast<Next*>(staged + at.barriers + 16 * kSixteenMostStages);
-  const auto fetch_weight = [&](const Next& of) {
-    const u32 to = memory + of.slot * at.weights, bar = full + 8 * of.slot;
-    const int tile = (begin + of.chunk) * kTeam, tile_n = block * kTiles,
+  // Of rows and columns past the last one, the copy engine stores zeros.
+  const auto fetch_weight = [&](int chunk, int slot) {
+    const u32 to = memory + slot * at.weights, bar = full + 8 * slot;
+    const int tile = (begin + chunk) * kTeam, tile_n = block * kTiles,
               number = (tile * 64 >> p.group_shift) * 8;
     expect(bar, Layout::kWords + (p.zeros ? 2 : 1) * at.numbers + at.x);
     load_tile(to, params.words, bar, 0, tile, tile_n, 0);
@@ -92,23 +85,21 @@ __global__ void __launch_bounds__(32 * kSixteenTeam * kTeams, 2 / kTeams)
     if (p.zeros)
       load_tile(to + Layout::kWords + at.numbers, params.zeros, bar, number, 0, tile_n, 0);
   };
-  const auto fetch_x = [&](const Next& of) {
-    const u32 to = memory + at.x_at + of.slot * at.x, bar = full + 8 * of.slot;
-    const int tile = (begin + of.chunk) * kTeam;
+  const auto fetch_x = [&](int chunk, int slot) {
+    const u32 to = memory + at.x_at + slot * at.x, bar = full + 8 * slot;
+    const int tile = (begin + chunk) * kTeam;
     if (params.x_tiles > 1) return load_tile(to, params.x, bar, 0, 0, tile, 0);
 #pragma unroll 1
     for (int i = 0; i < kTeam; ++i)
       load_tile(to + i * X::kBytes, params.x, bar, (tile + i) * 64, 0, 0, 0);
   };
+  const int first = min(count, stages);
   if (thread == 0) {
-    const int first = min(count, stages);
 #pragma unroll 1
-    for (Next of = {}; of.chunk < first; of.advance(stages)) fetch_weight(of);
+    for (int i = 0; i < first; ++i) fetch_weight(i, i);
     wait_for_previous();
-    Next of = {};
 #pragma unroll 1
-    for (; of.chunk < first; of.advance(stages)) fetch_x(of);
-    *next = of;
+    for (int i = 0; i < first; ++i) fetch_x(i, i);
   } else {
     wait_for_previous();
   }
@@ -180,21 +171,19 @@ __global__ void __launch_bounds__(32 * kSixteenTeam * kTeams, 2 / kTeams)
 #pragma unroll 1
   for (int chunk = 0; chunk < count; ++chunk) {
     if (chunk % kTeams == team) {
+      // Warps take turns at filling the team's stage before this one, once all have read it.
+      const int read = chunk - kTeams;
+      if (lane == 0 && read >= 0 && read + stages < count && chunk / kTeams % kTeam == member) {
+        const bool wraps = slot < kTeams;
+        const int before = slot - kTeams + (wraps ? stages : 0);
+        wait(empty + 8 * before, wraps ? phase ^ 1 : phase);
+        fetch_weight(read + stages, before), fetch_x(read + stages, before);
+      }
+      __syncwarp();
       wait(full + 8 * slot, phase);
       multiply(words + slot * at.weights, numbers + slot * at.weights, own_x + slot * at.x);
       __syncwarp();
       if (lane == 0) arrive(empty + 8 * slot);
-      // The stages of the chunks before this one, once all have read them.
-      if (thread == 0) {
-        Next of = *next;
-#pragma unroll 1
-        for (; of.chunk < min(count, chunk + stages); of.advance(stages)) {
-          wait(empty + 8 * of.slot, of.slot < slot ? phase : phase ^ 1);
-          fetch_weight(of), fetch_x(of);
-        }
-        *next = of;
-      }
-      __syncwarp();
     }
     if (++slot == stages) slot = 0, phase ^= 1;
   }
