@@ -123,10 +123,15 @@ struct Unit {
 };
 
 /// x as the products of 4 bits take it: each number of a unit (64 columns; 32 in groups of 32) is
-/// 128 a + b times the unit's step, a and b of 8 bits: rounded to 2^-15 of the unit's largest. The
+/// 256 a + b times the unit's step, a and b of 8 bits: rounded to 2^-16 of the unit's largest. The
 /// digits lie as codes do: of a tile's 64 columns 64 bytes a, then 64 bytes b, of which a lane's 16
 /// lie together.
-inline constexpr float kMostMultiple = 127 * 128;
+inline constexpr float kMostMultiple = 127 * 256 + 127;
+
+/// Adds up a word's four bytes, with their signs.
+FLEXOPS_DEVICE void add_bytes(int& sum, u32 bytes) {
+  asm("dp4a.s32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(bytes), "r"(0x01010101u));
+}
 
 /// Writes 8 neighbouring numbers' digits, and the unit's step and sum. By whole warps, lane after
 /// lane along the columns.
@@ -145,18 +150,23 @@ FLEXOPS_DEVICE void write_digits(u8* row, Unit* unit, const float (&x)[8], int v
                      : most < 1e-30f ? 0.0f
                                      : most,
               factor = some ? kMostMultiple / most : 0.0f;
-  int sum = 0;
-  u32 digits[2][2] = {};
+  u32 digits[2][2];
+  int of_first = 0, sum = 0;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    // 1.5 * 2^23 plus a whole number ends with its bits: conversions are slow.
-    const int multiple =
-                  static_cast<int>(bit_cast<u32>(fmaf(x[i], factor, 12582912.0f))) - 0x4b400000,
-              a = (multiple + 64) >> 7, b = multiple - (a << 7);
-    sum += multiple;
-    digits[0][i / 4] |= static_cast<u32>(a & 255) << i % 4 * 8;
-    digits[1][i / 4] |= static_cast<u32>(b & 255) << i % 4 * 8;
+  for (int half = 0; half < 2; ++half) {
+    u32 bits[4];
+    // 1.5 * 2^23 plus a whole number ends with its bits: conversions are slow. With 128 more, the
+    // second byte is the first digit, and the lowest the other one, 128 too large.
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      bits[i] = bit_cast<u32>(fmaf(x[4 * half + i], factor, 12582912.0f + 128));
+    const u32 low = __byte_perm(bits[0], bits[1], 0x5410),
+              high = __byte_perm(bits[2], bits[3], 0x5410);
+    digits[0][half] = __byte_perm(low, high, 0x7531);
+    digits[1][half] = __byte_perm(low, high, 0x6420) ^ 0x80808080u;
+    add_bytes(of_first, digits[0][half]), add_bytes(sum, digits[1][half]);
   }
+  sum += 256 * of_first;
 #pragma unroll
   for (int other = 1; other < kLanes; other *= 2) sum += shuffle_xor(sum, other);
   if (vector % kLanes == 0) *unit = {step, step * static_cast<float>(sum)};
@@ -219,7 +229,7 @@ struct Lane {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float less = phase.has_zeros ? half_of<f16>(zero, half) : 8.0f,
-                    sum = of_x.step * static_cast<float>(part[2 * half] * 128 + part[2 * half + 1]);
+                    sum = of_x.step * static_cast<float>(part[2 * half] * 256 + part[2 * half + 1]);
         acc[half] += int4::number_of(scale, half, phase.half_scales) * (sum - less * of_x.sum);
       }
     }
