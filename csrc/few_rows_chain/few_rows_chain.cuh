@@ -106,14 +106,15 @@ struct Tile {
   }
 };
 
-/// acc[16 x 8] += left[16 x 32] right[32 x 8]: codes times digits.
+/// acc[16 x 8] += left[16 x 32] right[32 x 8]: codes times digits. Codes of the last 8 rows are 16
+/// times as large as they should be, as they lie in their bytes.
 FLEXOPS_DEVICE void mma_codes(int (&acc)[4], u32 low, u32 high, u32 right0, u32 right1) {
   constexpr u32 kMask = 0x0f0f0f0fu;
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
       "%9}, {%0, %1, %2, %3};"
       : "+r"(acc[0]), "+r"(acc[1]), "+r"(acc[2]), "+r"(acc[3])
-      : "r"(low & kMask), "r"(low >> 4 & kMask), "r"(high & kMask), "r"(high >> 4 & kMask),
-        "r"(right0), "r"(right1));
+      : "r"(low & kMask), "r"(low & ~kMask), "r"(high & kMask), "r"(high & ~kMask), "r"(right0),
+        "r"(right1));
 }
 
 /// Of a unit of x, whose numbers are whole multiples of `step`: it, and it times the multiples'
@@ -229,7 +230,8 @@ struct Lane {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float less = phase.has_zeros ? half_of<f16>(zero, half) : 8.0f,
-                    sum = of_x.step * static_cast<float>(part[2 * half] * 256 + part[2 * half + 1]);
+                    step = half ? of_x.step / 16 : of_x.step,
+                    sum = step * static_cast<float>(part[2 * half] * 256 + part[2 * half + 1]);
         acc[half] += int4::number_of(scale, half, phase.half_scales) * (sum - less * of_x.sum);
       }
     }
@@ -276,13 +278,12 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
       const auto groups_of = [&](int count) {
         return kSmall ? 2 * count : count >> (phase.group_shift - 6);
       };
-      const i64 number = (static_cast<i64>(row.tile) * phase.groups + groups_of(tile)) * 16;
+      const u32 number = (row.tile * phase.groups + groups_of(tile)) * 16;
       if (lane == 0) {
         hopper::expect(barriers + 8 * stage, tiles * 512);
-        hopper::load_bytes(
-            hopper::shared_address(to),
-            weight.packed + (static_cast<i64>(row.tile) * phase.tiles_k + tile) * 512, tiles * 512,
-            barriers + 8 * stage);
+        hopper::load_bytes(hopper::shared_address(to),
+                           weight.packed + static_cast<u64>(row.tile * phase.tiles_k + tile) * 512,
+                           tiles * 512, barriers + 8 * stage);
       }
       if (lane < 2 * groups_of(tiles)) {
         u8* const own = to + kChunk * 512 + lane * 16;
