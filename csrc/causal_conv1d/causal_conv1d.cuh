@@ -22,29 +22,31 @@ struct Params {
   const float *weight, *bias;
   float* partial;
   i64 length, channels;
-  int runs, silu;
+  int runs;
 };
 
 FLEXOPS_DEVICE float sigmoid(float x) {
-  return __fdividef(1.0f, 1.0f + quick_exp2(-1.44269504088896341f * x));
+  return quick_reciprocal(1.0f + quick_exp2(-1.44269504088896341f * x));
 }
 
-/// The filter's result for the window of the last steps, newest last.
+/// The filter's result for the window that begins at step k.
 template <int N>
-FLEXOPS_DEVICE float filtered(const float (&weight)[kTaps][N], const float (&window)[kTaps][N],
-                              float bias, int i) {
+FLEXOPS_DEVICE float filtered(const float (&weight)[kTaps][N],
+                              const float (&window)[kTaps - 1 + kAhead][N], float bias, int k,
+                              int i) {
   float sum = bias;
 #pragma unroll
-  for (int k = 0; k < kTaps; ++k) sum = __fmaf_rn(weight[k][i], window[k][i], sum);
+  for (int tap = 0; tap < kTaps; ++tap) sum = __fmaf_rn(weight[tap][i], window[k + tap][i], sum);
   return sum;
 }
 
+/// The last steps become the first.
 template <int N>
-FLEXOPS_DEVICE void shift(float (&window)[kTaps][N]) {
+FLEXOPS_DEVICE void shift(float (&window)[kTaps - 1 + kAhead][N]) {
 #pragma unroll
   for (int k = 0; k + 1 < kTaps; ++k) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) window[k][i] = window[k + 1][i];
+    for (int i = 0; i < N; ++i) window[k][i] = window[k + kAhead][i];
   }
 }
 
@@ -60,12 +62,13 @@ FLEXOPS_DEVICE void read_filter(const Params& p, i64 channel, float (&weight)[kT
   for (int i = 0; i < N; ++i) bias[i] = p.bias ? p.bias[channel + i] : 0.0f;
 }
 
-/// The steps before `step`, newest last but one.
+/// The steps before `step`.
 template <typename T, int N>
-FLEXOPS_DEVICE void read_window(const Params& p, const T* x, i64 step, float (&window)[kTaps][N]) {
+FLEXOPS_DEVICE void read_window(const Params& p, const T* x, i64 step,
+                                float (&window)[kTaps - 1 + kAhead][N]) {
 #pragma unroll
-  for (int k = 1; k < kTaps; ++k) {
-    const i64 at = step - kTaps + k;
+  for (int k = 0; k + 1 < kTaps; ++k) {
+    const i64 at = step - kTaps + 1 + k;
     Raw<T, N> raw;
     if (at >= 0) raw.read(x + at * p.channels);
     widen(window[k], raw);
@@ -85,106 +88,105 @@ struct Place {
 };
 
 /// A thread has N neighbouring channels.
-template <typename T, int N>
+template <typename T, int N, bool Silu>
 __global__ void __launch_bounds__(kThreads)
     causal_conv1d_forward(const FLEXOPS_GRID_CONSTANT Params p) {
   const Place<N> at(p, kForwardRun);
   if (at.channel >= p.channels) return;
   const T* x = static_cast<const T*>(p.x) + at.offset;
-  T* out = static_cast<T*>(p.out) + at.offset;
-  float weight[kTaps][N], bias[N], window[kTaps][N];
+  T* out = static_cast<T*>(p.out) + at.offset + at.begin * p.channels;
+  float weight[kTaps][N], bias[N], window[kTaps - 1 + kAhead][N];
   read_filter(p, at.channel, weight, bias);
   read_window(p, x, at.begin, window);
   Raw<T, N> ahead[kAhead];
-  const T* next = x + at.begin * p.channels;
-  const auto fetch = [&](i64 from) {
+  x += at.begin * p.channels;
+  int left = static_cast<int>(at.end - at.begin);
+  const auto fetch = [&](int steps) {
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k, next += p.channels) {
-      if (from + k < at.end) ahead[k].read(next);
+    for (int k = 0; k < kAhead; ++k, x += p.channels) {
+      if (k < steps) ahead[k].read(x);
     }
   };
-  fetch(at.begin);
-  out += at.begin * p.channels;
-  for (i64 from = at.begin; from < at.end; from += kAhead) {
-    Raw<T, N> raw[kAhead];
+  fetch(left);
+  for (; left > 0; left -= kAhead) {
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k) raw[k] = ahead[k];
-    fetch(from + kAhead);  // while these steps are computed
+    for (int k = 0; k < kAhead; ++k) widen(window[kTaps - 1 + k], ahead[k]);
+    fetch(left - kAhead);  // while these steps are computed
 #pragma unroll
     for (int k = 0; k < kAhead; ++k, out += p.channels) {
-      shift(window);
-      widen(window[kTaps - 1], raw[k]);
       float y[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        y[i] = filtered(weight, window, bias[i], i);
-        if (p.silu) y[i] *= sigmoid(y[i]);
+        y[i] = filtered(weight, window, bias[i], k, i);
+        if (Silu) y[i] *= sigmoid(y[i]);
       }
-      if (from + k < at.end) store<T, Cache::streaming>(out, 0, y);
+      if (k < left) store<T, Cache::streaming>(out, 0, y);
     }
+    shift(window);
   }
 }
 
 /// x's gradient for a run, and the run's part of those of weight and bias. The steps behind the run
 /// are computed too: its last inputs reach them.
-template <typename T, int N>
+template <typename T, int N, bool Silu>
 __global__ void __launch_bounds__(kThreads)
     causal_conv1d_gradient(const FLEXOPS_GRID_CONSTANT Params p) {
   const Place<N> at(p, kBackwardRun);
   if (at.channel >= p.channels) return;
   const T* x = static_cast<const T*>(p.x) + at.offset;
-  const T* grad = static_cast<const T*>(p.grad) + at.offset;
-  float weight[kTaps][N], bias[N], window[kTaps][N];
-  float inner[kTaps][N] = {};  // gradients of the filter's results, newest last
+  const T* grad = static_cast<const T*>(p.grad) + at.offset + at.begin * p.channels;
+  T* out = static_cast<T*>(p.out) + at.offset + (at.begin - kTaps + 1) * p.channels;
+  float weight[kTaps][N], bias[N], window[kTaps - 1 + kAhead][N];
+  // Gradients of the filter's results, newest last.
+  float inner[kTaps - 1 + kAhead][N] = {};
   float of_weight[kTaps][N] = {}, of_bias[N] = {};
   read_filter(p, at.channel, weight, bias);
   read_window(p, x, at.begin, window);
-  // Loads, stores and sums are predicated, without a branch: gradients of steps that do not exist
-  // are zeros.
+  x += at.begin * p.channels;
+  // Loads and stores are predicated, without a branch: gradients of steps that do not exist are
+  // zeros.
   Raw<T, N> next[kAhead], next_grad[kAhead];
-  const i64 readable = at.end + kTaps - 1 < p.length ? at.end + kTaps - 1 : p.length;
-  i64 ahead = at.begin * p.channels;
-  const auto fetch = [&](i64 from) {
+  const int length = static_cast<int>(at.end - at.begin);
+  const int readable = static_cast<int>(
+      p.length - at.begin < length + kTaps - 1 ? p.length - at.begin : length + kTaps - 1);
+  const auto fetch = [&](int from) {
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k, ahead += p.channels) {
+    for (int k = 0; k < kAhead; ++k, x += p.channels, grad += p.channels) {
       next[k] = {}, next_grad[k] = {};
-      if (from + k < readable) next[k].read(x + ahead), next_grad[k].read(grad + ahead);
+      if (from + k < readable) next[k].read(x), next_grad[k].read(grad);
     }
   };
-  fetch(at.begin);
-  T* out = static_cast<T*>(p.out) + at.offset + (at.begin - kTaps + 1) * p.channels;
-  for (i64 from = at.begin; from < at.end + kTaps - 1; from += kAhead) {
-    Raw<T, N> raw[kAhead], upstream[kAhead];
+  fetch(0);
+  for (int from = 0; from < length + kTaps - 1; from += kAhead) {
+    const bool own = from < length;  // those behind the run are other runs' part of the sums
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k) raw[k] = next[k], upstream[k] = next_grad[k];
+    for (int k = 0; k < kAhead; ++k) {
+      widen(window[kTaps - 1 + k], next[k]);
+      widen(inner[kTaps - 1 + k], next_grad[k]);
+    }
     fetch(from + kAhead);  // while these steps are computed
 #pragma unroll
     for (int k = 0; k < kAhead; ++k, out += p.channels) {
-      shift(window), shift(inner);
-      widen(window[kTaps - 1], raw[k]);
-      widen(inner[kTaps - 1], upstream[k]);
-      if (p.silu) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-          const float y = filtered(weight, window, bias[i], i), s = sigmoid(y);
-          inner[kTaps - 1][i] *= s * (1.0f + y * (1.0f - s));
-        }
-      }
       float y[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const float g = from + k < at.end ? inner[kTaps - 1][i] : 0.0f;
-        of_bias[i] += g;
+        float& g = inner[kTaps - 1 + k][i];
+        if (Silu) {
+          const float z = filtered(weight, window, bias[i], k, i), s = sigmoid(z);
+          g *= s * __fmaf_rn(z, 1.0f - s, 1.0f);
+        }
+        if (own) of_bias[i] += g;
         y[i] = 0.0f;
 #pragma unroll
         for (int tap = 0; tap < kTaps; ++tap) {
-          of_weight[tap][i] = __fmaf_rn(g, window[tap][i], of_weight[tap][i]);
-          y[i] = __fmaf_rn(weight[kTaps - 1 - tap][i], inner[tap][i], y[i]);
+          if (own) of_weight[tap][i] = __fmaf_rn(g, window[k + tap][i], of_weight[tap][i]);
+          y[i] = __fmaf_rn(weight[kTaps - 1 - tap][i], inner[k + tap][i], y[i]);
         }
       }
-      const i64 step = from + k - kTaps + 1;
-      if (step >= at.begin && step < at.end) store<T, Cache::streaming>(out, 0, y);
+      const int step = from + k - kTaps + 1;
+      if (step >= 0 && step < length) store<T, Cache::streaming>(out, 0, y);
     }
+    shift(window), shift(inner);
   }
   // The run's sums.
   float* partial = p.partial + static_cast<i64>(blockIdx.x) * (kTaps + 1) * p.channels + at.channel;

@@ -14,27 +14,30 @@ static_assert(causal_conv1d::kTaps == kConvTaps && causal_conv1d::kBackwardRun =
 Params make_params(const void* x, const ConvFilter& filter, void* out, const ConvShape& shape) {
   Params p = {};
   p.x = x, p.out = out, p.weight = filter.weight, p.bias = filter.bias;
-  p.length = shape.length, p.channels = shape.channels, p.silu = shape.silu;
+  p.length = shape.length, p.channels = shape.channels;
   return p;
 }
 
 /// Launches the forward pass, or the backward pass where parts of sums are wanted.
-template <typename T, int N>
+template <typename T, int N, bool Silu>
 void launch_runs(const Params& p, int64_t batch, void* stream) {
   const LaunchConfig config{
       blocks(batch * p.runs, ceil_div(ceil_div(p.channels, N), causal_conv1d::kThreads)),
       {causal_conv1d::kThreads},
       stream};
-  if (p.partial) return launch(kernel<causal_conv1d::causal_conv1d_gradient<T, N>>, config, p);
-  launch(kernel<causal_conv1d::causal_conv1d_forward<T, N>>, config, p);
+  if (p.partial)
+    return launch(kernel<causal_conv1d::causal_conv1d_gradient<T, N, Silu>>, config, p);
+  launch(kernel<causal_conv1d::causal_conv1d_forward<T, N, Silu>>, config, p);
 }
 
 template <typename T>
 void launch_type(const Params& p, const ConvShape& shape, void* stream) {
   constexpr int N = 4;  // channels: more would leave few threads
   const bool vectors = shape.channels % N == 0 && aligned(p.x) && aligned(p.out) && aligned(p.grad);
-  if (vectors) return launch_runs<T, N>(p, shape.batch, stream);
-  launch_runs<T, 1>(p, shape.batch, stream);
+  const auto run = vectors      ? shape.silu ? launch_runs<T, N, true> : launch_runs<T, N, false>
+                        : shape.silu ? launch_runs<T, 1, true>
+                                : launch_runs<T, 1, false>;
+  run(p, shape.batch, stream);
 }
 
 const char* launch_all(const Params& p, const ConvShape& shape, void* stream) {

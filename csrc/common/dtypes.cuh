@@ -127,6 +127,17 @@ FLEXOPS_DEVICE float quick_exp2(float value) {
 #endif
 }
 
+/// 1 / value, within an ulp or so; 0 where that is subnormal.
+FLEXOPS_DEVICE float quick_reciprocal(float value) {
+#if FLEXOPS_HIP
+  return __fdividef(1.0f, value);
+#else
+  float out;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(value));
+  return out;
+#endif
+}
+
 /// The low bytes of four words.
 FLEXOPS_DEVICE u32 pack_bytes(u32 a, u32 b, u32 c, u32 d) {
 #if FLEXOPS_HIP

@@ -30,7 +30,7 @@ struct Shape {
 };
 
 FLEXOPS_DEVICE float sigmoid(float x) {
-  return __fdividef(1.0f, 1.0f + quick_exp2(-1.44269504088896341f * x));
+  return quick_reciprocal(1.0f + quick_exp2(-1.44269504088896341f * x));
 }
 
 /// What the gate's sigmoid is multiplied with.
