@@ -13,7 +13,6 @@ import ctypes
 import os
 import re
 import struct
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,8 +180,8 @@ def translated(code: Path, symbol: str) -> Loaded:
             required="instructions of compute_80 that flexops.testing.emulator translates",
             fix=next((fix for call, fix in _CALLS.items() if call in str(error)), _ON_A_GPU),
         ) from None
-    except subprocess.CalledProcessError as error:
-        cause = diagnose(error.stderr)
+    except ptx.CompilerError as error:
+        cause = diagnose(str(error))
         what = f"{symbol} cannot be emulated: {cause.cause}"
         raise EmulationError(what, found=cause.error, fix=cause.fix) from None
     return Loaded(ctypes.CDLL(str(library)).emulate, symbol, library.with_suffix(".ptx"))

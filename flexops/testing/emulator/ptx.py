@@ -147,6 +147,10 @@ class UnknownPtx(Exception):
     pass
 
 
+class CompilerError(Exception):
+    """The host compiler failed; its messages."""
+
+
 def size_of(kind: str) -> int:
     return SIZES.get(kind) or SIZES["x2" if kind[0] == "e" else kind.lstrip("bufs")]
 
@@ -774,7 +778,12 @@ extern "C" int emulate(const char* symbol, const char* source, const Dim* grid, 
 
 
 def compile_library(source: Path, folder: Path, compiler: str) -> Path:
-    """The library of a PTX file; it is made if it is missing."""
+    """The library of a PTX file; it is made if it is missing.
+
+    Raises:
+        UnknownPtx: an instruction is not emulated.
+        CompilerError: the compiler failed.
+    """
     text = source.read_text().rstrip("\0")
     header = Path(__file__).with_name("device.h")
     parts = [
@@ -808,7 +817,10 @@ def compile_library(source: Path, folder: Path, compiler: str) -> Path:
 
 
 def _output(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CompilerError(done.stderr)
+    return done.stdout
 
 
 if __name__ == "__main__":

@@ -168,12 +168,14 @@ def test_what_a_store_hands_out_is_read_with_care(machines, monkeypatch):
 
 
 def test_a_check_names_a_store_that_forgets_and_one_that_ignores_conditions(monkeypatch):
-    there = Remote("s3://bucket", write=True)
+    there, written = Remote("s3://bucket", write=True), []
 
     def ask(asked: dict[str, Any], _limit: float) -> dict[str, Any]:
+        if asked["do"] == "create":
+            written.append(asked["name"])
         if asked["do"] == "get":
             Path(asked["file"]).write_text("another")
-        return {"found": True, "made": True, "conditional": True, "seconds": 0.0}
+        return {"found": bool(written), "made": True, "conditional": True, "seconds": 0.0}
 
     monkeypatch.setattr(there, "_ask", ask)
     found = {one.what: one for one in there.check()}
