@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "docs/benchmarks"
 DATA = RESULTS / "training-step.json"
-CHARTS = ("attention-h200", "operators-h200")
+CHARTS = ("attention-h200", "models-h200", "operators-h200")
 
 
 def test_the_picture_is_of_the_data(tmp_path, require):

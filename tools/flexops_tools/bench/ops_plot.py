@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLUMNS = {
-    "forward": ("forward", "forward + backward"),
+    "forward, or both passes": ("forward", "forward + backward"),
     "backward, and steps of optimizers": ("backward", "step"),
 }
 """The two panels, and the parts that each shows."""
