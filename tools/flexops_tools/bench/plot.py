@@ -14,6 +14,8 @@ from flexops.errors import FlexopsError
 from .build_ladder import Ladder
 
 _COLOURS = {"torch": "#9aa5b1", "flexops": "#1f6feb"}
+_FONTS = ["DejaVu Sans", "Verdana"]
+"""Each text of an .svg names them all."""
 
 
 def check(file: Path) -> None:
@@ -79,7 +81,8 @@ def write(figure: Any, note: str, file: Path, columns: int = 150, size: int = 7)
     metadata = {"Date": None} if file.suffix in (".svg", ".pdf") else None
     try:
         # text as text: a third of the size
-        with matplotlib.rc_context({"svg.hashsalt": "flexops", "svg.fonttype": "none"}):
+        drawing: dict[str, Any] = {"svg.hashsalt": "flexops", "svg.fonttype": "none"}
+        with matplotlib.rc_context(drawing | {"font.sans-serif": _FONTS}):
             figure.savefig(file, dpi=150, metadata=metadata)
         if file.suffix == ".svg":  # hundredths of a point, no indentation: an eighth less
             text = file.read_text(encoding="utf-8")
