@@ -11,7 +11,7 @@ from torch import Tensor
 import flexops
 from flexops.ops.experts import expert_order
 
-from .case import FLEXOPS, Case, Function, Setup, forward_and_backward, library
+from .case import FLEXOPS, Case, Family, Function, Setup, forward_and_backward, library
 
 EXPERTS, CHOICES, HIDDEN, INNER = 128, 8, 2048, 768
 _GROUPED_MM = "torch grouped_mm"
@@ -69,16 +69,14 @@ def experts(setup: Setup) -> Iterator[Case]:
         _by_transformers,
     )
     operations = 2 * tokens * CHOICES * 3 * INNER * HIDDEN
+    name = "gated_experts"
+    what = f"{name} bf16 {tokens}x{HIDDEN}, {CHOICES} of {EXPERTS} experts of {INNER}"
+    nothing, passes = (0, ""), (operations, 2 * operations)
     yield from forward_and_backward(
-        "experts",
-        "gated_experts",
-        f"gated_experts bf16 {tokens}x{HIDDEN}, {CHOICES} of {EXPERTS} experts of {INNER}",
-        functions,
-        args,
-        (0, ""),
-        (0, ""),
-        (operations, 2 * operations),
+        "experts", name, what, functions, args, nothing, nothing, passes
     )
+    trained = Family("experts", setup).trained
+    yield trained(name, what, functions, args, (0, 2, 3, 4), nothing, memory=True)
 
 
 class _Experts(torch.nn.Module):
