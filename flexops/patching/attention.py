@@ -456,6 +456,10 @@ def changes_cache(model: Any) -> str:
 def _refusal(model: Any, part: Any) -> str:
     if not type(model).__module__.startswith("transformers.models."):
         return foreign(type(model)) or "its code is not transformers' own"
+    from transformers import __version__
+
+    if int(__version__.partition(".")[0]) < 5:
+        return f"it requires transformers 5, and {__version__} is installed"
     name = model.config._attn_implementation
     if name not in _REPLACEABLE:
         return f"the model was told to use {name}"

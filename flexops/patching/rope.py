@@ -70,6 +70,11 @@ def _twice(table: Tensor) -> Tensor:
     return table.repeat_interleave(2, -1)
 
 
+def _of_sections(table: Tensor, sections: list[int]) -> Tensor:
+    """One table of those of time, height and width, of each of which a part is taken: Qwen-VL's."""
+    return torch.cat([one[i % 3] for i, one in enumerate(table.split(sections * 2, -1))], -1)
+
+
 def _by(table: Callable[[Tensor], Tensor], interleaved: bool = False) -> Callable[..., Any]:
     """By what ``table`` makes of the tables."""
 
@@ -98,7 +103,8 @@ _VARIANTS: dict[str, tuple[Callable[..., Any], str, int]] = {
 }
 """Each takes (q, k, cos, sin, unsqueeze_dim); with how its tables repeat their numbers, and how
 many dimensions they have."""
-_NAMES = ("q", "k", "cos", "sin", "unsqueeze_dim")
+_NAMES = ("q", "k", "cos", "sin", "unsqueeze_dim", "mrope_section")
+_SECTIONS = [1, 1, WIDTH // 2 - 2]
 
 
 def _signature(function: Any) -> inspect.Signature:
@@ -114,7 +120,7 @@ def _slots(function: Any) -> dict[str, str] | None:
     """Which of a function's arguments stands for which of ours; None if it has none of them."""
     found = {}
     for name in _signature(function).parameters:
-        kind = name if name == "unsqueeze_dim" else name.split("_")[0][:3]
+        kind = name if name in _NAMES else name.split("_")[0][:3]
         kind = {"que": "q", "xq": "q", "xk": "k", "key": "k", "x": "q", "ten": "q"}.get(kind, kind)
         if kind in _NAMES:
             found[kind] = name
@@ -150,7 +156,9 @@ def replaced(function: Any, kind: str) -> Callable[..., Any]:
     def rotate(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(order, args, strict=False)) | kwargs
         found: list[Any] = [given.get(slots.get(name, "")) for name in _NAMES]
-        q, k, cos, sin, at = found
+        q, k, cos, sin, at, sections = found
+        if sections is not None:
+            cos, sin = (_of_sections(table, sections) for table in (cos, sin))
         at = dim if at is None else at
         if at == 0 and dims == 3 and cos.dim() == 2:  # the same for all of the batch: Pixtral
             cos, sin, at = cos[None], sin[None], 1
@@ -172,11 +180,11 @@ def _results(
     """Of a call, and with ``both`` of another with tables of a part of a head."""
     q, k, *tables = tensors
     tables = [one.detach() for one in tables]
-    few = [one[..., : one.shape[-1] // 4].repeat(1, 1, 2) for one in tables]
+    few = [torch.cat([one[..., : one.shape[-1] // 4]] * 2, -1) for one in tables]
     found: list[Tensor] = []
     for one in (tables, few)[: 1 + both]:
-        given = zip(_NAMES, (q, k, *one), strict=False)
-        made = call(**{slots[name]: value for name, value in given if name in slots})
+        given = dict(zip(_NAMES, (q, k, *one), strict=False)) | {"mrope_section": _SECTIONS}
+        made = call(**{slots[name]: value for name, value in given.items() if name in slots})
         found += [made] if isinstance(made, Tensor) else list(made)
     return torch.cat([x.flatten() for x in found])
 
@@ -191,7 +199,8 @@ def _variants(function: Any) -> Iterator[str]:
 def _inputs(function: Any, kind: str) -> tuple[Tensor, ...]:
     slots, signature = _slots(function) or {}, _signature(function)
     _, repeats, dims = _VARIANTS[kind]
-    angles = torch.rand(*(2,)[3 - dims :], LENGTH, WIDTH // 2) * 6.3
+    batch = (3, 2) if "mrope_section" in slots else (2,)[3 - dims :]
+    angles = torch.rand(*batch, LENGTH, WIDTH // 2) * 6.3
     if repeats == "halves":
         angles = torch.cat([angles, angles], -1)
     elif repeats == "neighbours":

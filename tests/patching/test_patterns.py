@@ -241,6 +241,14 @@ def test_a_function_that_was_registered_under_transformers_name_stays(what, monk
     torch.testing.assert_close(model(**inputs, skip_logits=False).logits, expected)
 
 
+def test_attention_requires_transformers_5(monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "4.57.6")
+    rows = {row.operator: row for row in flexops.patch(zoo.tiny("qwen2_vl")).rows}
+    reason = "it requires transformers 5, and 4.57.6 is installed"
+    assert rows["attention"].reason == reason
+    assert rows["rotary_embedding"].swapped
+
+
 def test_another_epsilon_is_seen() -> None:
     """One that is no attribute."""
 
@@ -507,6 +515,32 @@ def test_a_rotary_function_may_get_queries_only() -> None:
     q, angles = torch.randn(2, 4, 5, 8), torch.rand(2, 5, 4).repeat(1, 1, 2)
     tables = {"cos": angles.cos(), "sin": angles.sin()}
     torch.testing.assert_close(rope.replaced(rotate, kind)(q, **tables), rotate(q, **tables))
+
+
+def test_sections_that_the_function_is_given():
+    """Qwen2-VL's in transformers 4.45 to 4.57; later its tables have them applied."""
+
+    def rotate(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
+        cos, sin = (
+            torch.cat([one[i % 3] for i, one in enumerate(table.split(mrope_section * 2, -1))], -1)
+            for table in (cos, sin)
+        )
+        return llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+    assert rope.kind_of(rotate) == "half"
+    ours = rope.replaced(rotate, "half")
+    q, k, angles = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 5, 16), torch.rand(3, 2, 5, 8)
+    tables = [f(torch.cat([angles, angles], -1)) for f in (torch.cos, torch.sin)]
+    expected = rotate(q, k, *tables, [2, 3, 3])
+    torch.testing.assert_close(ours(q, k, *tables, [2, 3, 3]), expected)
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    last = ours(q, k, *tables, mrope_section=[2, 3, 3], unsqueeze_dim=2)
+    torch.testing.assert_close([x.transpose(1, 2) for x in last], list(expected))
+
+    def changed(q, k, cos, sin, mrope_section):
+        return rotate(q, k, cos, sin, mrope_section[::-1])
+
+    assert rope.kind_of(changed) is None
 
 
 def test_dropout_of_a_block_is_that_of_its_class() -> None:
