@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from .. import generation
 from .._torch import is_transforming, is_unheard, tree_map, widens_layer_norm
 from ..generation import products
+from ..generation.state import state
 from ..nn.linears import DTYPES as _DTYPES
 from ..nn.linears import LINEARS, function_of, is_bare, is_plain, pair
 from ..ops.activation import bias_gelu, bias_relu2, bias_silu, geglu, swiglu
@@ -393,68 +394,67 @@ def added(module: Any, *args: Any, inner: Any = None, site: Site, **kwargs: Any)
 # ---- feed-forward blocks -------------------------------------------------------------------------
 
 
-def _down(down: Any, kind: Any, gate: Tensor, up: Tensor | None = None) -> Any:
+def _down(down: Any, kind: Any, drop: Any, gate: Tensor, up: Tensor | None = None) -> Any:
     """``down(act(gate) * up)``; of a plain linear layer's input nothing is kept for the backward
-    pass, but worked out again from gate and up."""
-    if is_bare(down):
+    pass, but worked out again from gate and up. ``drop`` is applied to it; None: nothing is."""
+    if drop is None and is_bare(down):
         if kind == "silu":
             return swiglu_linear(gate, up, down.weight, down.bias)
         return geglu_linear(gate, up, down.weight, down.bias, approximate=kind)
-    return down(swiglu(gate, up) if kind == "silu" else geglu(gate, up, approximate=kind))
+    y = swiglu(gate, up) if kind == "silu" else geglu(gate, up, approximate=kind)
+    return down(y if drop is None else drop(y))
 
 
-Act = tuple[str, Any, tuple[str, ...]]
+Act = tuple[str, Any]
 """The name and the class of a block's activation, when the block was patched; the name is "" where
-its code calls a function. And the names of its rates of dropout."""
+its code calls a function."""
 
 
-def _is_as_it_was(module: Any, act: Act) -> bool:
-    """Whether the activation is still that one, it has no hooks; and whether no dropout does
-    something, or has hooks."""
-    if module.training and any(getattr(module, name) for name in act[2]):
-        return False
-    for one in module._modules.values():
-        if isinstance(one, nn.Dropout) and ((one.training and one.p) or not is_unheard(one)):
-            return False
+def is_as_it_was(module: Any, act: Act) -> bool:
+    """Whether the activation is still that one, and it has no hooks."""
     if not act[0]:
         return True
     found = getattr(module, act[0])
     return type(found) is act[1] and (not isinstance(found, nn.Module) or is_unheard(found))
 
 
-@of_tensor
-def gated_mlp(module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, str, str]) -> Any:
-    """``down(act(gate(x)) * up(x))``; ``names`` are those of gate, up and down."""
-    if not _is_as_it_was(module, act):
-        return NotImplemented
-    parts = [getattr(module, name) for name in names]
-    if products.takes(x, *parts[:2]):
+def _dropout(module: Any, name: str) -> Callable[[Tensor], Tensor] | None:
+    """What a part of that name, or a rate, drops; None if nothing, as in decode steps."""
+    one = getattr(module, name) if name else None
+    if not one or state.active:
+        return None
+    if isinstance(one, nn.Dropout):
+        return one if (one.training and one.p) or not is_unheard(one) else None
+    if isinstance(one, nn.Module):
+        return one
+    return functools.partial(F.dropout, p=one) if module.training else None
+
+
+def _gated(x: Tensor, parts: list[Any], kind: str, drop: Any) -> Any:
+    """``down(act(gate(x)) * up(x))``, of gate, up and down."""
+    if products.takes(x, *parts[:2]):  # in a decode step, which drops nothing
         inner = products.product(x, (parts[0], parts[1]), activation=kind)
         if products.takes(inner, parts[2]):
             return products.product(inner, (parts[2],), ends=True)
         return parts[2](inner)
-    if not torch.compiler.is_compiling() and (y := fp8.gated_mlp(x, parts, kind)) is not None:
+    in_fp8 = drop is None and not torch.compiler.is_compiling()
+    if in_fp8 and (y := fp8.gated_mlp(x, parts, kind)) is not None:
         return y
     gate, up = pair(x, parts[0], parts[1])
     if gate.dtype not in _DTYPES or gate.dtype != up.dtype or type(gate) is not Tensor:
         return NotImplemented
-    return _down(parts[2], kind, gate, up)
+    return _down(parts[2], kind, drop, gate, up)
 
 
-@of_tensor
-def packed_mlp(
-    module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, str], gate_first: bool = True
-) -> Any:
-    """The same with gate and up in one product: ``names`` are those of that layer and of down."""
-    if not _is_as_it_was(module, act):
-        return NotImplemented
-    both = getattr(module, names[0])(x)
+def _packed(x: Tensor, parts: list[Any], kind: str, drop: Any, gate_first: bool = True) -> Any:
+    """The same with gate and up in one product, of that layer and down."""
+    both = parts[0](x)
     if both.dtype not in _DTYPES or type(both) is not Tensor:
         return NotImplemented
     if gate_first:
-        return _down(getattr(module, names[1]), kind, both)
+        return _down(parts[1], kind, drop, both)
     up, gate = both.chunk(2, -1)
-    return _down(getattr(module, names[1]), kind, gate.contiguous(), up.contiguous())
+    return _down(parts[1], kind, drop, gate.contiguous(), up.contiguous())
 
 
 _BIASED: dict[str, Callable[..., Tensor]] = {
@@ -470,12 +470,41 @@ def activated(first: Any, kind: str, x: Tensor) -> Tensor:
     return _BIASED[kind](y, first.bias)
 
 
-@of_tensor
-def mlp(module: Any, x: Tensor, *, kind: str, act: Act, names: tuple[str, ...]) -> Any:
-    """``second(act(first(x)))``; ``names`` are those of the two layers, or of the first."""
-    first = getattr(module, names[0])
-    usual = x.dtype in _DTYPES and _is_as_it_was(module, act) and is_bare(first, LINEARS)
+def _plain(x: Tensor, parts: list[Any], kind: str, drop: Any) -> Any:
+    """``second(act(first(x)))``, of the two layers, or of the first."""
+    first, *rest = parts
+    usual = x.dtype in _DTYPES and is_bare(first, LINEARS)
     if not usual or (first.bias is None and kind != "relu2"):
         return NotImplemented
     y = activated(first, kind, x)
-    return y if len(names) == 1 else getattr(module, names[1])(y)
+    y = y if drop is None else drop(y)
+    return rest[0](y) if rest else y
+
+
+_FORMS: dict[str, Callable[..., Any]] = {
+    "gated": _gated,
+    "packed": _packed,
+    "packed, up first": functools.partial(_packed, gate_first=False),
+    "plain": _plain,
+}
+
+
+@of_tensor
+def block(
+    module: Any,
+    x: Tensor,
+    *,
+    form: str,
+    kind: str,
+    act: Act,
+    names: tuple[str, ...],
+    drops: tuple[str, str],
+) -> Any:
+    """``names`` are those of its linear layers; ``drops`` of the parts, or rates, that drop some of
+    what the last one reads, and of the result."""
+    if not is_as_it_was(module, act):
+        return NotImplemented
+    parts = [getattr(module, name) for name in names]
+    within, behind = (_dropout(module, name) for name in drops)
+    y = _FORMS[form](x, parts, kind, within)
+    return y if behind is None or y is NotImplemented else behind(y)

@@ -303,7 +303,7 @@ def _no_block(module: Any) -> str:
 
 def _block_candidates(module: Any) -> Iterator[Candidate]:
     linears, (name, act) = _linears(module), _activation(module)
-    rates = tuple(one for one, p in vars(module).items() if "drop" in one and type(p) is float)
+    drops = [*_drops(module), ""]
     for kind in [_kind(act)] if name else ["silu", "none", "tanh", "quick", "relu2"]:
         gated = "swiglu_linear" if kind == "silu" else "geglu_linear"
         biased = f"bias_{kind}" if kind in ("silu", "relu2") else "bias_gelu"
@@ -311,23 +311,35 @@ def _block_candidates(module: Any) -> Iterator[Candidate]:
         for names in itertools.permutations(linears):
             shapes = [_sizes(linears[one]) for one in names]
             inner, last = shapes[0][1], shapes[-1][0]
-            found: list[tuple[str, Any, dict[str, Any]]] = []
+            found: list[tuple[str, str]] = []
             if glu and len(names) == 3 and shapes[0] == shapes[1] and inner == last:
-                found.append((gated, forwards.gated_mlp, {}))
+                found.append((gated, "gated"))
             if glu and len(names) == 2 and inner == 2 * last:
-                found += [(gated, forwards.packed_mlp, {"gate_first": x}) for x in (True, False)]
+                found += [(gated, "packed"), (gated, "packed, up first")]
             fits = len(names) == 1 or (len(names) == 2 and inner == last)
             if fits and (kind == "relu2" or linears[names[0]].bias is not None):
-                found.append((biased, forwards.mlp, {}))
-            options = {"kind": kind, "act": (name, type(act), rates), "names": names}
-            for operator, forward, more in found:
-                yield operator, by(forward, **options, **more)
+                found.append((biased, "plain"))
+            options = {"kind": kind, "act": (name, type(act)), "names": names}
+            for (operator, form), *places in itertools.product(found, drops, drops):
+                yield operator, by(forwards.block, form=form, drops=(*places,), **options)
+
+
+def _drops(module: Any) -> dict[str, Any]:
+    """The names of what may drop something, with one that does, each at a rate of its own: parts,
+    or rates of dropout."""
+    parts = [name for name, one in module._modules.items() if isinstance(one, nn.Dropout)]
+    rates = [name for name, one in vars(module).items() if "drop" in name and type(one) is float]
+    found = {name: 1 / (n + 2) for n, name in enumerate((*parts, *rates))}
+    return found | {name: nn.Dropout(found[name]) for name in parts}
 
 
 def _tiny_block(module: Any) -> Miniature:
     linears = [_sizes(one) for one in _linears(module).values()]
     sizes = small_sizes(*itertools.chain(*linears))
-    return small(module, sizes), (_input(2, LENGTH, sizes[linears[0][0]]),), {}
+    made = small(module, sizes)
+    for name, one in _drops(module).items():
+        setattr(made, name, one)
+    return made.eval(), (_input(2, LENGTH, sizes[linears[0][0]]),), {}
 
 
 def _tiny_sequential(_: Any) -> Miniature:

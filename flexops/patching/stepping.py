@@ -103,8 +103,7 @@ def _runs(module: Any, name: str) -> bool:
 def _names(block: Any) -> tuple[str, ...]:
     """Of the layers of a gated block that computes as it was patched."""
     ours = _function(block)
-    if ours is None or ours.func.__name__ != "gated_mlp":
+    if ours is None or ours.func is not forwards.block or ours.keywords["form"] != "gated":
         return ()
-    name, act, _ = ours.keywords["act"]  # steps drop nothing
-    as_it_was = forwards._is_as_it_was(block, (name, act, ()))
+    as_it_was = forwards.is_as_it_was(block, ours.keywords["act"])
     return tuple(ours.keywords["names"]) if as_it_was else ()

@@ -604,7 +604,7 @@ def test_an_optimizer_that_fails_leaves_everything_as_it_was() -> None:
 
 @pytest.mark.parametrize("rate", [0.0, 0.5])
 def test_a_gated_block_may_have_a_dropout(rate: float) -> None:
-    """T5Gemma's, which is swapped, and runs its own code where it drops something."""
+    """T5Gemma's, whatever its rate."""
     from transformers.models.t5gemma.modeling_t5gemma import T5GemmaMLP, T5GemmaModuleConfig
 
     config = T5GemmaModuleConfig(hidden_size=16, intermediate_size=24, dropout_rate=rate)

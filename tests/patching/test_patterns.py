@@ -3,6 +3,7 @@ reason in the report."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import inspect
@@ -543,49 +544,51 @@ def test_sections_that_the_function_is_given():
     assert rope.kind_of(changed) is None
 
 
-def test_dropout_of_a_block_is_that_of_its_class() -> None:
-    """SeedOss drops what a gated block gives, ProphetNet what a plain one multiplies, too: their
-    own code runs there."""
-    for name in ("seed_oss", "prophetnet"):
-        model = zoo.tiny(name)
-        block = next(one for one in model.modules() if re.search("MLP|FeedFor", type(one).__name__))
-        for key in ("residual_dropout", "activation_dropout", "dropout"):
-            if hasattr(block, key):
-                setattr(block, key, 0.5)
-        x = torch.randn(2, 5, 64)
+@pytest.mark.parametrize(("name", "rates"), [
+    ("seed_oss", {"residual_dropout": 0.5}),
+    ("prophetnet", {"activation_dropout": 0.6, "dropout": 0.3}),
+    ("gpt2", {"dropout": 0.5}),
+    ("t5gemma", {"dropout": 0.5}),
+])  # fmt: skip
+def test_blocks_drop_what_their_class_does(monkeypatch, name, rates):
+    """Within a block, behind it, or both; by a part, or a rate. The class's own code is not run."""
+    torch.manual_seed(0)
+    model = zoo.tiny(name)
+    block = next(one for one in model.modules() if re.search("MLP|FeedFor", type(one).__name__))
+    for key, rate in rates.items():
+        part = getattr(block, key)
+        setattr(*((part, "p") if isinstance(part, nn.Module) else (block, key)), rate)
+    plain, x = copy.deepcopy(block), torch.randn(2, 5, 64)
+
+    def computed(one):
         torch.manual_seed(0)
-        expected = block(x)
-        assert (expected == 0).float().mean() > 0.3
-        flexops.patch(model)
-        assert "forward" in block.__dict__
-        torch.manual_seed(0)
-        torch.testing.assert_close(block(x), expected)
-        block.eval()
-        assert (block(x) == 0).sum() == 0
+        y = one(x)
+        return y, *torch.autograd.grad(y.square().sum(), [*one.parameters()]), one.eval()(x)
+
+    expected = computed(plain)
+    assert (plain.train()(x) == plain(x)).float().mean() < 0.5
+    row = row_of(block)
+    assert row.swapped, row.reason
+    monkeypatch.delattr(type(block), "forward")
+    torch.testing.assert_close(computed(block), expected)
 
 
-def test_a_gated_block_with_dropout_before_its_last_layer(monkeypatch):
-    """Its own code runs where it drops something. That it computes the same is seen without."""
-
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_a_block_that_drops_its_input_is_left_alone(factor):
     class Drops(nn.Module):
-        def __init__(self, factor: float) -> None:
+        def __init__(self) -> None:
             super().__init__()
-            self.up, self.gate, self.down = (nn.Linear(8, 8) for _ in range(3))
-            self.act, self.dropout, self.factor = nn.SiLU(), 0.5, factor
+            self.gate, self.up, self.down = (nn.Linear(8, 8) for _ in range(3))
+            self.act, self.dropout = nn.SiLU(), 0.0
 
         def forward(self, x: Tensor) -> Tensor:
-            y = self.act(self.gate(x)) * self.up(x)
-            y = nn.functional.dropout(y, self.dropout, self.training)
-            return self.factor * self.down(y)
+            if factor == 1.0:
+                x = nn.functional.dropout(x, self.dropout, self.training)
+            return factor * self.down(self.act(self.gate(x)) * self.up(x))
 
-    assert not row_of(Drops(2.0)).swapped
-    block, x = Drops(1.0).eval(), torch.randn(3, 8)
-    expected = block(x)
-    assert row_of(block).swapped
-    monkeypatch.delattr(Drops, "forward")
-    torch.testing.assert_close(block(x), expected)
-    with pytest.raises(NotImplementedError):
-        block.train()(x)
+    row = row_of(Drops())
+    assert not row.swapped
+    assert ("in training it drops something" in row.reason) == (factor == 1.0)
 
 
 @pytest.mark.parametrize("size", [16, 32, 64])
