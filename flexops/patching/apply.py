@@ -28,7 +28,7 @@ from . import residuals as adding
 from . import rope as rope_part
 from .forwards import given, plain, take_away
 from .patterns import PATTERNS, UNCHANGED, Candidate, Pattern
-from .probe import Swap, class_of, disagreement, foreign, once, own_class
+from .probe import Swap, class_of, disagreement, foreign, once, own_class, own_code
 
 _LOOKS_LIKE = re.compile(
     r"(Norm|MLP|FeedForward|Experts|ForCausalLM|ForMaskedLM|LMHeadModel"
@@ -107,7 +107,7 @@ def patch(
         "rope": rope, "attention": attention, "projections": projections, "experts": experts,
         "loss": loss, "generation": generation,
     }  # fmt: skip
-    if isinstance(model, str) or (isinstance(model, type) and issubclass(model, nn.Module)):
+    if _is_of_classes(model):
         if weights is not None:
             raise PatchError(
                 "weights= quantizes a model that has its weights",
@@ -186,6 +186,11 @@ def _no_replica() -> None:
     )
 
 
+def _is_of_classes(model: Any) -> bool:
+    """Whether it is a class of models, or an architecture's name."""
+    return isinstance(model, str) or (isinstance(model, type) and issubclass(model, nn.Module))
+
+
 def _check_module(model: Any, called: str) -> None:
     if not isinstance(model, nn.Module):
         raise PatchError(
@@ -213,7 +218,7 @@ def unpatch(model: Any) -> int:
     """Take everything back that :func:`patch` has done to a module, or to a class or architecture,
     except 4-bit weights: the 16-bit weights are gone, and these layers keep computing. Returns how
     many modules were restored."""
-    if isinstance(model, str) or (isinstance(model, type) and issubclass(model, nn.Module)):
+    if _is_of_classes(model):
         return classes.unpatch(model)
     _check_module(model, "unpatch")
     restored = 0
@@ -281,9 +286,8 @@ def forward_of(module: nn.Module, part: str) -> Callable[..., Any]:
 
 def judge(module: nn.Module, pattern: Pattern) -> tuple[str, Any, str]:
     """The operator, the replacement, and why it is none."""
-    cls = own_class(module)
-    code = cls.__dict__["forward"]
-    reason = foreign(cls) or foreign(code) or pattern.refuse(module)
+    code = own_code(module)
+    reason = foreign(own_class(module)) or foreign(code) or pattern.refuse(module)
     if reason:
         return pattern.operator, None, reason
     key = (pattern.part, type(module), code, pattern.key(module))

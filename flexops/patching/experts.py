@@ -4,7 +4,6 @@ products, and nothing of tokens x k x hidden written twice."""
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -26,10 +25,10 @@ from .forwards import plain
 from .probe import (
     LENGTH,
     Miniature,
+    arguments,
     by,
     is_transformers,
     linear,
-    own_class,
     parameter,
     small,
     small_sizes,
@@ -174,7 +173,7 @@ def concerns(module: Any) -> bool:
         return hasattr(module, "down_proj")
     if not _are_whole(module) or not hasattr(module, "act_fn"):
         return False
-    return len(inspect.signature(own_class(module).__dict__["forward"]).parameters) == 4
+    return len(arguments(module)) == 3
 
 
 def _are_whole(module: Any) -> bool:

@@ -391,6 +391,12 @@ def added(module: Any, *args: Any, inner: Any = None, site: Site, **kwargs: Any)
     return (made, *result[1:]) if type(result) is tuple else made
 
 
+def below_added(part: Any) -> Any:
+    """The ``forward`` that was put into a module, without :func:`added` around it; None if none."""
+    ours = part.__dict__.get("forward")
+    return ours.keywords.get("inner") if function_of(part) is added else ours
+
+
 # ---- feed-forward blocks -------------------------------------------------------------------------
 
 

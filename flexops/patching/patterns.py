@@ -30,6 +30,7 @@ from .probe import (
     Base,
     Miniature,
     Swap,
+    arguments,
     by,
     linear,
     own_class,
@@ -96,15 +97,11 @@ def _input(*shape: int) -> Tensor:
     return torch.randn(shape or (2, LENGTH, WIDTH))
 
 
-def _arguments(module: Any) -> list[str]:
-    """Those without a default that a module's ``forward`` takes."""
-    forward = own_class(module).__dict__["forward"]
-    try:
-        found = list(inspect.signature(forward).parameters.values())[1:]
-    except (TypeError, ValueError):
-        return []
+def _required(module: Any) -> int:
+    """How many arguments without a default a module's ``forward`` takes."""
     usual = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [one.name for one in found if one.kind in usual and one.default is one.empty]
+    found = arguments(module).values()
+    return sum(one.kind in usual and one.default is one.empty for one in found)
 
 
 def _only(swap: Callable[[Any], Swap]) -> Callable[[Any], Iterator[Candidate]]:
@@ -137,7 +134,7 @@ def looks_like_norm(module: Any) -> bool:
         and type(module).forward is not nn.Module.forward
         and {*module._buffers} <= {"weight", "eps", "variance_epsilon"}  # no batch's statistics
         and "num_groups" not in vars(module)
-        and len(_arguments(module)) <= 2
+        and _required(module) <= 2
     )
 
 
@@ -164,12 +161,11 @@ def _groups(module: Any) -> list[int]:
 
 
 def _norm_candidates(module: Any) -> Iterator[Candidate]:
-    gated = len(inspect.signature(own_class(module).__dict__["forward"]).parameters) > 2
     makes: list[tuple[str, Callable[..., Any], dict[str, Any]]] = [
         (f"{forward.__name__}{' (1 + weight)' if offset else ''}", forward, {"offset": offset})
         for forward, offset in itertools.product(forwards.NORMS, (0.0, 1.0))
     ]
-    if gated:
+    if len(arguments(module)) > 1:  # a gate, too
         orders = itertools.product(("silu", "sigmoid"), (False, True), _groups(module))
         makes = [
             (
@@ -203,8 +199,7 @@ def tiny_norm(module: Any) -> Any:
 def _tiny_norm(module: Any) -> Miniature:
     """Rows so small that the epsilon counts, and large ones."""
     x = _input() * torch.logspace(-3.5, 1.0, LENGTH)[:, None]
-    signature = inspect.signature(own_class(module).__dict__["forward"])
-    args = (x, _input()) if len(signature.parameters) > 2 else (x,)
+    args = (x, _input()) if len(arguments(module)) > 1 else (x,)
     return tiny_norm(module), args, {}
 
 
@@ -285,8 +280,8 @@ def _is_block(module: Any) -> bool:
         return False
     if any("heads" in one or one == "groups" for one in vars(module)):  # attention
         return False
-    takes = inspect.signature(own_class(module).__dict__["forward"]).parameters
-    return len(_arguments(module)) == 1 and (bool(act) or (len(linears) > 1 and len(takes) == 2))
+    one = len(arguments(module)) == 1
+    return _required(module) == 1 and (bool(act) or (len(linears) > 1 and one))
 
 
 def _no_block(module: Any) -> str:
@@ -376,7 +371,7 @@ def _tiny_attention(module: Any) -> Miniature:
 def _has_loss(module: Any) -> bool:
     if not hasattr(type(module), "get_output_embeddings") or not hasattr(module, "config"):
         return False
-    if "labels" not in inspect.signature(own_class(module).__dict__["forward"]).parameters:
+    if "labels" not in arguments(module):
         return False
     try:
         return module.get_output_embeddings() is not None
@@ -449,7 +444,7 @@ def _tiny_model(module: Any, pictures: bool) -> Miniature:
     if pictures:
         named |= dict.fromkeys(("image_embeds", "flattened_patches"), _input())
         named |= {"pixel_values": _input(2, 1, 1, LENGTH, WIDTH), "qformer_input_ids": tokens}
-    accepted = inspect.signature(own_class(module).__dict__["forward"]).parameters
+    accepted = arguments(module)
     return made.train(), (), {name: one for name, one in named.items() if name in accepted}
 
 
@@ -511,7 +506,7 @@ PATTERNS: tuple[Pattern, ...] = (
     Pattern(
         "experts",
         "grouped_linear",
-        lambda module: experts.concerns_grouped(module) and len(_arguments(module)) == 2,
+        lambda module: experts.concerns_grouped(module) and _required(module) == 2,
         experts.grouped_candidates,
         None,
     ),

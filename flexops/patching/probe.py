@@ -71,6 +71,20 @@ def own_class(module: nn.Module) -> type:
     return next(cls for cls in type(module).__mro__ if "forward" in cls.__dict__)
 
 
+def own_code(module: nn.Module) -> Any:
+    """That ``forward``, as its class has it."""
+    return own_class(module).__dict__["forward"]
+
+
+def arguments(module: nn.Module) -> dict[str, inspect.Parameter]:
+    """What it takes beside the module; nothing if that cannot be read."""
+    try:
+        found = list(inspect.signature(own_code(module)).parameters.items())
+    except (TypeError, ValueError):
+        return {}
+    return dict(found[1:])
+
+
 def bare(module: nn.Module, **children: Any) -> Any:
     """A module of the same class with the same settings, and these children and parameters."""
     made: Any = object.__new__(class_of(module))

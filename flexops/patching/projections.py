@@ -13,26 +13,21 @@ from ..generation import products
 from ..generation.state import state
 from ..nn import Int4Linear
 from ..nn.linears import shared, together
-from .forwards import given
+from .forwards import given, plain
 from .probe import Swap
 
 NAMES = ("q_proj", "k_proj", "v_proj")
 
 
-def projection(module: Any, x: Tensor, *, siblings: tuple[Any, ...]) -> Tensor:
+def projection(module: Any, x: Tensor, *, siblings: tuple[Any, ...]) -> Any:
     """One of them: the first that is called makes what the others will be asked for. In graphs each
     is computed alone."""
     if torch.compiler.is_compiling():
-        return _plainly(module, x)
+        return plain(module, x)
     if products.takes(x, *siblings):
         return _in_a_step(module, x, siblings)
     known = shared(module, x, siblings, together)
-    return _plainly(module, x) if known is None else known
-
-
-def _plainly(module: nn.Module, x: Tensor) -> Tensor:
-    made: Tensor = type(module).forward(module, x)
-    return made
+    return plain(module, x) if known is None else known
 
 
 def _in_a_step(module: nn.Module, x: Tensor, siblings: tuple[Any, ...]) -> Tensor:
@@ -46,11 +41,11 @@ def _in_a_step(module: nn.Module, x: Tensor, siblings: tuple[Any, ...]) -> Tenso
     return found
 
 
-def output(module: Any, x: Tensor) -> Tensor:
+def output(module: Any, x: Tensor) -> Any:
     """The linear layer behind attention."""
     if not torch.compiler.is_compiling() and products.takes(x, module):
         return products.product(x, (module,), ends=True)
-    return _plainly(module, x)
+    return plain(module, x)
 
 
 def swap(module: Any) -> Swap:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from .probe import (
     WIDTH,
     Miniature,
     Swap,
+    arguments,
     class_of,
     disagreement,
     failure,
@@ -36,6 +36,7 @@ from .probe import (
     linear,
     once,
     own_class,
+    own_code,
     small,
     undisturbed,
 )
@@ -99,9 +100,7 @@ def miniature(layer: Any, gives: tuple[int, ...], inputs: str) -> Miniature:
     made = small(layer, dict.fromkeys(widths, WIDTH), **parts)
     args: list[Any] = []
     named: dict[str, Any] = {}
-    for one in list(inspect.signature(own_class(layer).__dict__["forward"]).parameters.values())[
-        1:
-    ]:
+    for one in arguments(layer).values():
         if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
             continue
         required = one.default is one.empty
@@ -218,9 +217,7 @@ def _sites(
         outer = not norm  # the sum is the layer's result
         owner, stream = layer if outer else None, stream or (outer and replaces)
         site = forwards.Site(target, skip, stream, owner, last and outer)
-        inner = part.__dict__.get("forward")
-        if function_of(part) is forwards.added:
-            inner = inner.keywords.get("inner")
+        inner = forwards.below_added(part)
         options = {"inner": inner} if inner is not None else {}
         swaps.append((part, functools.partial(forwards.added, part, site=site, **options)))
     return swaps
@@ -232,7 +229,7 @@ def _structure(layer: Any) -> tuple[Structure, str]:
 
 
 def _watch(layer: Any) -> tuple[Structure, str]:
-    reason = foreign(own_class(layer)) or foreign(own_class(layer).__dict__["forward"])
+    reason = foreign(own_class(layer)) or foreign(own_code(layer))
     if reason:
         return Structure(), reason
     norms = {name: part for name, part in layer._modules.items() if is_norm(part)}
@@ -294,7 +291,7 @@ def _adds(cls: Any) -> bool:
 
 def key(layer: Any) -> Any:
     norms = tuple(map(is_norm, layer.children()))
-    return type(layer), own_class(layer).__dict__["forward"], settings(layer), norms
+    return type(layer), own_code(layer), settings(layer), norms
 
 
 def _looks(module: Any, norm: Callable[[Any], Any] = is_norm) -> bool:

@@ -17,7 +17,7 @@ from ..generation.sources import hands_rotated_on
 from ..nn.linears import DTYPES
 from ..ops.rope import rotary_embedding
 from .forwards import plain, rebind, replacement
-from .probe import LENGTH, WIDTH, Swap, difference, own_class, undisturbed
+from .probe import LENGTH, WIDTH, Swap, difference, own_class, own_code, undisturbed
 
 _DTYPES = frozenset(DTYPES)
 _TABLES = "_flexops_tables"
@@ -141,7 +141,7 @@ def _original(forward: Any) -> tuple[str, Any] | None:
 
 def original(module: Any) -> Any:
     """The function for rotary embedding that a module's ``forward`` calls; None if it has none."""
-    found: Any = _original(own_class(module).__dict__["forward"])
+    found: Any = _original(own_code(module))
     return found[1] if found else None
 
 

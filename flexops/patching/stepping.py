@@ -81,14 +81,11 @@ def layer(module: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _inner(part: Any) -> Any:
     """What runs within :func:`.forwards.added`."""
-    inner = part.__dict__["forward"].keywords.get("inner")
-    return inner if inner is not None else functools.partial(plain, part)
+    return forwards.below_added(part) or functools.partial(plain, part)
 
 
 def _function(module: Any) -> Any:
-    ours = None if module is None else module.__dict__.get("forward")
-    if isinstance(ours, functools.partial) and ours.func is forwards.added:
-        ours = ours.keywords.get("inner")
+    ours = None if module is None else forwards.below_added(module)
     if isinstance(ours, functools.partial) and ours.func.__name__ == FP8:
         ours = ours.keywords["step"]
     return ours if isinstance(ours, functools.partial) and is_unheard(module) else None
