@@ -236,10 +236,7 @@ def _watch(layer: Any) -> tuple[Structure, str]:
     others = [
         name
         for name, part in layer._modules.items()
-        if name not in norms
-        and part is not None
-        and not isinstance(part, (nn.Dropout, nn.Identity))
-        and _may_give_tuple(part)
+        if name not in norms and part is not None and _may_give_tuple(part)
     ]
     if len(others) > 4:
         return Structure(), "it has more parts than a layer with a residual"
