@@ -7,37 +7,49 @@
 
 namespace flexops::FLEXOPS_ISA {
 
-static float sigmoid(float x) { return 1.0f / (1.0f + __builtin_expf(-x)); }
-
-/// Channels [at, at + count) of the steps [step - kConvTaps + 1, step], as floats: zeros before the
-/// sequence.
+/// Channels [at, at + count) of the last kConvTaps steps, as floats: zeros before the sequence.
 struct Window {
   alignas(64) float data[kConvTaps][kRowBlock];
-  const float* rows[kConvTaps];
+  const float* rows[kConvTaps];  // the newest last
 
-  void read(const void* x, int64_t sequence, int64_t step, int64_t at, int64_t count,
-            const ConvShape& shape) {
-    for (int k = 0; k < kConvTaps; ++k) {
-      const int64_t from = step - kConvTaps + 1 + k;
-      rows[k] = data[k];
-      if (from >= 0 && from < shape.length) {
-        const int64_t offset = (sequence * shape.length + from) * shape.channels + at;
-        rows[k] = widen(x, offset, count, shape.type, data[k]);
-      } else {
-        for (int64_t i = 0; i < count; ++i) data[k][i] = 0.0f;
-      }
+  /// Starts at the steps before `step`.
+  void start(const void* x, int64_t sequence, int64_t step, int64_t at, int64_t count,
+             const ConvShape& shape) {
+    for (int64_t before = step - kConvTaps + 1; before < step; ++before)
+      advance(x, sequence, before, at, count, shape);
+  }
+
+  void advance(const void* x, int64_t sequence, int64_t step, int64_t at, int64_t count,
+               const ConvShape& shape) {
+    float* const buffer = data[(step + kConvTaps) % kConvTaps];
+    for (int k = 0; k + 1 < kConvTaps; ++k) rows[k] = rows[k + 1];
+    if (step < 0) {
+      memset(buffer, 0, static_cast<size_t>(count) * sizeof(float));
+      rows[kConvTaps - 1] = buffer;
+    } else {
+      const int64_t offset = (sequence * shape.length + step) * shape.channels + at;
+      rows[kConvTaps - 1] = widen(x, offset, count, shape.type, buffer);
     }
   }
 };
 
+/// The sum of weight[k] * rows[k] for `some` channels from i on.
+static inline Floats filter_lanes(const float* const (&rows)[kConvTaps], const float* weight,
+                                  int64_t channels, int64_t i, int64_t some, Floats sum) {
+#pragma GCC unroll 4
+  for (int k = 0; k < kConvTaps; ++k)
+    sum += load_up_to(weight + k * channels + i, some) * load_up_to(rows[k] + i, some);
+  return sum;
+}
+
 /// The filter's results for the window.
 static void filter_block(const Window& window, const ConvFilter& filter, int64_t at, int64_t count,
-                         int64_t channels, float* out) {
-  for (int64_t i = 0; i < count; ++i) {
-    float sum = filter.bias ? filter.bias[at + i] : 0.0f;
-    for (int k = 0; k < kConvTaps; ++k)
-      sum += filter.weight[k * channels + at + i] * window.rows[k][i];
-    out[i] = sum;
+                         const ConvShape& shape, float* out) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const int64_t some = least(count - i, kLanes);
+    Floats y = filter.bias ? load_up_to(filter.bias + at + i, some) : Floats{};
+    y = filter_lanes(window.rows, filter.weight + at, shape.channels, i, some, y);
+    store_up_to(out + i, shape.silu ? y / (exponential(-y) + 1.0f) : y, some);
   }
 }
 
@@ -45,40 +57,46 @@ void causal_conv1d_cpu(const void* x, const ConvFilter& filter, void* out, const
                        int64_t begin, int64_t end) {
   Window window;
   alignas(64) float results[kRowBlock];
-  for (int64_t row = begin; row < end; ++row) {
-    const int64_t sequence = row / shape.length, step = row % shape.length;
-    for (int64_t at = 0; at < shape.channels; at += kRowBlock) {
-      const int64_t count = least(shape.channels - at, kRowBlock);
-      window.read(x, sequence, step, at, count, shape);
+  for (int64_t at = 0; at < shape.channels; at += kRowBlock) {
+    const int64_t count = least(shape.channels - at, kRowBlock);
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t sequence = row / shape.length, step = row % shape.length;
+      if (row == begin || step == 0) window.start(x, sequence, step, at, count, shape);
+      window.advance(x, sequence, step, at, count, shape);
       float* const to = place_in_row(out, row * shape.channels + at, shape.type, results);
-      filter_block(window, filter, at, count, shape.channels, to);
-      if (shape.silu)
-        for (int64_t i = 0; i < count; ++i) to[i] *= sigmoid(to[i]);
+      filter_block(window, filter, at, count, shape, to);
       narrow(to, out, row * shape.channels + at, count, shape.type);
     }
   }
 }
 
-/// The gradients of the filter's results of a step; zeros behind the sequence.
-static void inner_block(const void* grad, const void* x, const ConvFilter& filter, int64_t sequence,
-                        int64_t step, int64_t at, int64_t count, const ConvShape& shape,
-                        Window& window, float* out) {
-  if (step >= shape.length) {
-    for (int64_t i = 0; i < count; ++i) out[i] = 0.0f;
-    return;
-  }
-  alignas(64) float buffer[kRowBlock];
-  const int64_t offset = (sequence * shape.length + step) * shape.channels + at;
-  const float* upstream = widen(grad, offset, count, shape.type, buffer);
-  window.read(x, sequence, step, at, count, shape);
-  if (shape.silu) {
-    filter_block(window, filter, at, count, shape.channels, out);
-    for (int64_t i = 0; i < count; ++i) {
-      const float y = out[i], s = sigmoid(y);
-      out[i] = upstream[i] * (s * (1.0f + y * (1.0f - s)));
+/// The gradients of the filter's results for the window.
+static void inner_block(const float* upstream, const Window& window, const ConvFilter& filter,
+                        int64_t at, int64_t count, const ConvShape& shape, float* out) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const int64_t some = least(count - i, kLanes);
+    Floats grad = load_up_to(upstream + i, some);
+    if (shape.silu) {
+      Floats y = filter.bias ? load_up_to(filter.bias + at + i, some) : Floats{};
+      y = filter_lanes(window.rows, filter.weight + at, shape.channels, i, some, y);
+      const Floats sigmoid = 1.0f / (exponential(-y) + 1.0f);
+      grad *= sigmoid * (1.0f + y * (1.0f - sigmoid));
     }
-  } else {
-    for (int64_t i = 0; i < count; ++i) out[i] = upstream[i];
+    store_up_to(out + i, grad, some);
+  }
+}
+
+/// sums += the gradients of weight and bias for the window.
+static void add_gradients(const float* inner, const Window& window, int64_t count, int64_t channels,
+                          float* sums) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const int64_t some = least(count - i, kLanes);
+    const Floats grad = load_up_to(inner + i, some);
+    for (int k = 0; k <= kConvTaps; ++k) {
+      float* const sum = sums + k * channels + i;
+      const Floats more = k < kConvTaps ? grad * load_up_to(window.rows[k] + i, some) : grad;
+      store_up_to(sum, load_up_to(sum, some) + more, some);
+    }
   }
 }
 
@@ -86,35 +104,38 @@ void causal_conv1d_backward_cpu(const void* grad, const void* x, const ConvFilte
                                 void* x_grad, float* partial, const ConvShape& shape, int64_t begin,
                                 int64_t end) {
   Window window;
-  alignas(64) float inner[kConvTaps][kRowBlock], results[kRowBlock];
+  alignas(64) float inner[kConvTaps][kRowBlock], results[kRowBlock], buffer[kRowBlock];
   const int64_t channels = shape.channels;
   for (int64_t run = begin; run < end; ++run) {
     const int64_t sequence = run / shape.runs(), first = run % shape.runs() * kConvRun;
     const int64_t last = least(first + kConvRun, shape.length);
     for (int64_t at = 0; at < channels; at += kRowBlock) {
       const int64_t count = least(channels - at, kRowBlock);
+      const size_t bytes = static_cast<size_t>(count) * sizeof(float);
       float* const sums = partial + run * (kConvTaps + 1) * channels + at;
-      for (int k = 0; k <= kConvTaps; ++k)
-        for (int64_t i = 0; i < count; ++i) sums[k * channels + i] = 0.0f;
+      for (int k = 0; k <= kConvTaps; ++k) memset(sums + k * channels, 0, bytes);
+      window.start(x, sequence, first, at, count, shape);
       for (int64_t step = first; first < last && step < last + kConvTaps - 1; ++step) {
         float* const now = inner[step % kConvTaps];
-        inner_block(grad, x, filter, sequence, step, at, count, shape, window, now);
-        if (step < last) {
-          for (int k = 0; k < kConvTaps; ++k)
-            for (int64_t i = 0; i < count; ++i)
-              sums[k * channels + i] += now[i] * window.rows[k][i];
-          for (int64_t i = 0; i < count; ++i) sums[kConvTaps * channels + i] += now[i];
+        if (step < shape.length) {
+          const int64_t offset = (sequence * shape.length + step) * channels + at;
+          window.advance(x, sequence, step, at, count, shape);
+          inner_block(widen(grad, offset, count, shape.type, buffer), window, filter, at, count,
+                      shape, now);
+        } else {
+          memset(now, 0, bytes);
         }
+        if (step < last) add_gradients(now, window, count, channels, sums);
         const int64_t made = step - kConvTaps + 1;  // the step whose gradient is complete
         if (made < first) continue;
         const int64_t offset = (sequence * shape.length + made) * channels + at;
         float* const to = place_in_row(x_grad, offset, shape.type, results);
-        for (int64_t i = 0; i < count; ++i) {
-          float sum = 0.0f;
-          for (int k = 0; k < kConvTaps; ++k)
-            sum += filter.weight[(kConvTaps - 1 - k) * channels + at + i] *
-                   inner[(made + k) % kConvTaps][i];
-          to[i] = sum;
+        const float* behind[kConvTaps];
+        for (int k = 0; k < kConvTaps; ++k) behind[k] = inner[(step - k) % kConvTaps];
+        for (int64_t i = 0; i < count; i += kLanes) {
+          const int64_t some = least(count - i, kLanes);
+          store_up_to(to + i, filter_lanes(behind, filter.weight + at, channels, i, some, Floats{}),
+                      some);
         }
         narrow(to, x_grad, offset, count, shape.type);
       }
@@ -139,7 +160,8 @@ void causal_conv1d_update_cpu(void* state, const void* x, void* out, const ConvU
       for (int64_t k = 0; k + 1 < shape.size; ++k)
         store(state, first + k, load(state, first + k + 1, shape.type), shape.type);
       if (shape.size > 0) store(state, first + shape.size - 1, newest, shape.type);
-      store(out, index * shape.length + step, shape.silu ? y * sigmoid(y) : y, shape.type);
+      store(out, index * shape.length + step, shape.silu ? y / (1.0f + __builtin_expf(-y)) : y,
+            shape.type);
     }
   }
 }

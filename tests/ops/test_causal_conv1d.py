@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from contract import Case, Contract, Make, Refusal, Shape
+from contract import ISA_LEVELS, Case, Contract, Make, Refusal, Shape, isa_limit
 from torch import Tensor
 
 import flexops
@@ -107,6 +107,26 @@ def test_torchs_convolution(shape, width, layout, silu):
         rtol=1e-4,
         atol=1e-4,
     )
+
+
+@pytest.mark.parametrize("level", ISA_LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_on_a_cpu_blocks_of_channels_and_parts_of_sequences(dtype, level, native_kernels):
+    """A block has 1024 channels; each thread has steps of its own."""
+    native_kernels("causal_conv1d", "cpu")
+    make = torch.Generator().manual_seed(0)
+    x, upstream = (
+        torch.randn(3, 7, 1029, generator=make).to(dtype).transpose(1, 2) for _ in range(2)
+    )
+    weight, bias = torch.randn(1029, 4, generator=make), torch.randn(1029, generator=make)
+    ours, wide = ([one.clone().requires_grad_() for one in (x, weight, bias)] for _ in range(2))
+    with isa_limit(level):
+        out = flexops.causal_conv1d(*ours, activation="silu")
+        found = out, *torch.autograd.grad(out, ours, upstream)
+    expected = plain(wide[0].float(), *wide[1:])
+    wanted = expected.to(dtype), *torch.autograd.grad(expected, wide, upstream.float())
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
