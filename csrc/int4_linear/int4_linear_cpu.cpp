@@ -19,21 +19,25 @@ static int64_t column_of(int64_t byte, int64_t word) {
   return word % 4 * 16 + word / 4 * 2 + within[byte];
 }
 
-void int4_order_cpu(const Int4Product& c, float* x, float* sums, int64_t begin, int64_t end) {
-  const Int4View& w = c.weight;
+constexpr int64_t kMostRows = kLanes < 16 ? 4 : 8;  // of x that are multiplied at once
+
+/// Rows of x that are multiplied at once; the last ones may be fewer.
+static int64_t rows_at_once(const Int4Product& c) {
+  return ceil_div(c.m, ceil_div(c.m, kMostRows));
+}
+
+void int4_order_cpu(const Int4Product& c, float* x, int64_t begin, int64_t end) {
+  const int64_t tiles = c.weight.tiles_k, most = rows_at_once(c);
   int64_t order[kInt4TileK];
   for (int64_t i = 0; i < kInt4TileK; ++i) order[i] = column_of(i / kWords, i % kWords);
-  for (int64_t tile = begin * w.tiles_k; tile < end * w.tiles_k; ++tile) {
-    const int64_t row = tile / w.tiles_k, first = tile % w.tiles_k * kInt4TileK;
-    float* const to = x + tile * kInt4TileK;
-    alignas(64) float buffer[kInt4TileK] = {};
-    const int64_t count = least(kInt4TileK, w.k - first);
-    const float* from = widen(c.x, row * w.k + first, count, c.type, buffer);
-    for (int64_t i = 0; i < kInt4TileK; ++i) to[i] = order[i] < count ? from[order[i]] : 0.0f;
-    for (int64_t half = 0; half < 2; ++half) {
-      float sum = 0;
-      for (int64_t i = 32 * half; i < least(count, 32 * half + 32); ++i) sum += from[i];
-      sums[2 * tile + half] = sum;
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t first = row / most * most, rows = least(most, c.m - first);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      float* const to = x + (first * tiles + tile * rows + row - first) * kInt4TileK;
+      alignas(64) float buffer[kInt4TileK] = {};
+      const int64_t count = least(kInt4TileK, c.weight.k - tile * kInt4TileK);
+      const float* from = widen(c.x, row * c.weight.k + tile * kInt4TileK, count, c.type, buffer);
+      for (int64_t i = 0; i < kInt4TileK; ++i) to[i] = order[i] < count ? from[order[i]] : 0.0f;
     }
   }
 }
@@ -50,8 +54,7 @@ static inline Number load_number(const Int4View& w, int64_t tile, int64_t group,
 /// The codes of 4 bits above the lowest `shift` ones.
 static inline Floats codes_at(Words words, int shift) {
 #if defined(__AVX512F__)
-  constexpr Floats kCodes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return _mm512_maskz_permutexvar_ps(0xffff, (__m512i)(words >> shift), kCodes);
+  return _mm512_maskz_cvtepi32_ps(0xffff, (__m512i)(words >> shift & 15u));
 #elif defined(__AVX2__)
   return _mm256_cvtepi32_ps((__m256i)(words >> shift & 15u));
 #else
@@ -64,125 +67,122 @@ static inline Floats broadcast(float value) {
   return (Floats)(Words{} + bits_of(value));  // an addition of floats would be computed
 }
 
-constexpr int64_t kBlock = 8;     // tiles of columns whose x stays in the first cache
-constexpr int64_t kMostRows = 4;  // of x that are multiplied at once
+constexpr int64_t kBlock = 8;  // tiles of columns whose x stays in the first cache
 
 /// A tile of rows and a block of columns: its scales, and sums over this block and those before it.
 struct Block {
   const uint8_t* bytes;
-  const float* x;
-  int64_t row;      // elements between rows of x
+  const float* x;   // [tiles_k, rows of x, kInt4TileK]
   int64_t tiles_k;  // in this block
   int shift;        // a group has 32 << shift columns
-  float scales[kBlock * 2 * kInt4TileN];
-  float offsets[kMostRows][kInt4TileN];  // what zero points subtract
+  float scales[kBlock * 2 * kInt4TileN], offsets[kBlock * 2 * kInt4TileN];
   Floats sums[kInt4TileN][kMostRows];
 };
 
-/// Pairs of rows (g and g + 8) from `first` on times rows of x.
-template <int kPairs, int kRows, bool kTwoGroups>
-static void multiply_pairs(Block& b, int64_t first) {
-  Floats sums[2 * kPairs][kRows];
-#pragma GCC unroll 16
-  for (int i = 0; i < 2 * kPairs; ++i)
-#pragma GCC unroll 4
-    for (int row = 0; row < kRows; ++row) sums[i][row] = b.sums[2 * first + i][row];
-  for (int64_t tile = 0; tile < b.tiles_k; ++tile) {
-    const uint8_t* const bytes = b.bytes + tile * kInt4TileBytes + 64 * first;
-    const float* const x = b.x + tile * kInt4TileK;
-    const float* const scales = b.scales + (2 * tile >> b.shift) * kInt4TileN + 2 * first;
-#pragma GCC unroll 8
-    for (int pair = 0; pair < kPairs; ++pair) {
-      Words words[kParts];
-      for (int i = 0; i < kParts; ++i)
-        words[i] =
-            (Words)load_floats(reinterpret_cast<const float*>(bytes + 64 * pair) + i * kLanes);
-      Floats products[2][kRows] = {};
-#pragma GCC unroll 16
-      for (int i = 0; i < 4 * kParts; ++i) {
-        const int shift = i / kParts * 8;
-        const Floats low = codes_at(words[i % kParts], shift),
-                     high = codes_at(words[i % kParts], shift + 4);
-#pragma GCC unroll 4
-        for (int row = 0; row < kRows; ++row) {
-          Floats value = load_floats(x + row * b.row + i * kLanes);
-#if defined(__x86_64__)
-          __asm__("" : "+x"(value));  // or it is loaded for each product
+/// What the codes of a row of a tile stand for: code * scale + offset.
+template <bool kTwoGroups>
+struct RowValues {
+  static constexpr bool kTable = kLanes == 16 && !kTwoGroups;
+  Floats scale, offset, table;
+
+  RowValues(const float* scales, const float* offsets) {
+    scale = broadcast(*scales), offset = broadcast(*offsets);
+    if constexpr (kTwoGroups) {  // of a word, by the column of its bytes
+      Ints second;
+      for (int lane = 0; lane < kLanes; ++lane) second[lane] = lane % 4 < 2 ? 0 : -1;
+      scale = second ? broadcast(scales[kInt4TileN]) : scale;
+      offset = second ? broadcast(offsets[kInt4TileN]) : offset;
+    }
+#if defined(__AVX512F__)
+    constexpr Floats kCodes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    if constexpr (kTable) table = kCodes * scale + offset;
 #endif
-          products[0][row] += low * value, products[1][row] += high * value;
-        }
-      }
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) {
-        Floats scale = broadcast(scales[2 * pair + half]);
-        if (kTwoGroups) {  // of a word, by the column of its bytes
-          Ints second;
-          for (int lane = 0; lane < kLanes; ++lane) second[lane] = lane % 4 < 2 ? 0 : -1;
-          scale = second ? broadcast(scales[kInt4TileN + 2 * pair + half]) : scale;
-        }
-#pragma GCC unroll 4
-        for (int row = 0; row < kRows; ++row)
-          sums[2 * pair + half][row] += products[half][row] * scale;
+  }
+
+  Floats at(Words words, int shift) const {
+#if defined(__AVX512F__)
+    if constexpr (kTable)
+      return _mm512_maskz_permutexvar_ps(0xffff, (__m512i)(words >> shift), table);
+#endif
+    return codes_at(words, shift) * scale + offset;
+  }
+};
+
+/// Rows g and g + 8 of the weight times rows of x.
+template <int kRows, bool kTwoGroups>
+static void multiply_pair(Block& b, int64_t g) {
+  Floats sums[2][kRows];
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row)
+    sums[0][row] = b.sums[2 * g][row], sums[1][row] = b.sums[2 * g + 1][row];
+  for (int64_t tile = 0; tile < b.tiles_k; ++tile) {
+    const uint8_t* const bytes = b.bytes + tile * kInt4TileBytes + 64 * g;
+    const float* const x = b.x + tile * kRows * kInt4TileK;
+    const int64_t at = (2 * tile >> b.shift) * kInt4TileN + 2 * g;
+    const RowValues<kTwoGroups> low(b.scales + at, b.offsets + at),
+        high(b.scales + at + 1, b.offsets + at + 1);
+    __builtin_prefetch(bytes + kBlock * kInt4TileBytes);  // pairs are not read in their order
+    Words words[kParts];
+    for (int i = 0; i < kParts; ++i)
+      words[i] = (Words)load_floats(reinterpret_cast<const float*>(bytes) + i * kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < 4 * kParts; ++i) {
+      const int shift = i / kParts * 8;
+      const Floats first = low.at(words[i % kParts], shift),
+                   second = high.at(words[i % kParts], shift + 4);
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) {
+        Floats value = load_floats(x + row * kInt4TileK + i * kLanes);
+#if defined(__x86_64__)
+        __asm__("" : "+x"(value));  // or it is loaded for each product
+#endif
+        sums[0][row] += first * value, sums[1][row] += second * value;
       }
     }
   }
-#pragma GCC unroll 16
-  for (int i = 0; i < 2 * kPairs; ++i)
-#pragma GCC unroll 4
-    for (int row = 0; row < kRows; ++row) b.sums[2 * first + i][row] = sums[i][row];
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row)
+    b.sums[2 * g][row] = sums[0][row], b.sums[2 * g + 1][row] = sums[1][row];
 }
 
 template <int kRows>
-static void multiply_block(Block& b) {
-  constexpr int kPairs = kLanes < 16 ? 1 : 8 / kRows;  // as there are registers
-  for (int64_t pair = 0; pair < 8; pair += kPairs)
-    b.shift == 0 ? multiply_pairs<kPairs, kRows, true>(b, pair)
-                 : multiply_pairs<kPairs, kRows, false>(b, pair);
+static void multiply_block(Block& b, int64_t rows) {
+  if constexpr (kRows > 1)
+    if (rows < kRows) return multiply_block<kRows - 1>(b, rows);
+  for (int64_t g = 0; g < kInt4TileN / 2; ++g)
+    b.shift == 0 ? multiply_pair<kRows, true>(b, g) : multiply_pair<kRows, false>(b, g);
 }
 
-/// Load the scales of a block, and add its products with zero points to the offsets.
-static void start_block(Block& b, const Int4View& w, int64_t tile, int64_t tile_k,
-                        const float* sums, int64_t rows) {
-  const int64_t first = 2 * tile_k >> b.shift, groups = 2 * b.tiles_k >> b.shift;
-  const int64_t offset = (tile * w.groups + first) * kInt4TileN, count = groups * kInt4TileN;
+/// Load the scales of a block, and what its zero points subtract.
+static void start_block(Block& b, const Int4View& w, int64_t tile, int64_t tile_k) {
+  const int64_t first = 2 * tile_k >> b.shift, count = (2 * b.tiles_k >> b.shift) * kInt4TileN;
+  const int64_t from = (tile * w.groups + first) * kInt4TileN;
   alignas(64) float buffer[kBlock * 2 * kInt4TileN];
-  narrow(widen(w.scales, offset, count, w.scale_type, buffer), b.scales, 0, count,
-         ElementType::f32);
+  narrow(widen(w.scales, from, count, w.scale_type, buffer), b.scales, 0, count, ElementType::f32);
   for (int64_t i = 0; !w.zeros && i < count; ++i) buffer[i] = 8;
-  const float* const zeros = w.zeros ? widen(w.zeros, offset, count, w.zero_type, buffer) : buffer;
-  for (int64_t row = 0; row < rows; ++row) {
-    for (int64_t group = 0; group < groups; ++group) {
-      float sum = 0;
-      for (int64_t i = 0; i < 1 << b.shift; ++i)
-        sum += sums[row * w.tiles_k * 2 + ((first + group) << b.shift) + i];
-      for (int64_t i = 0; i < kInt4TileN; ++i) {
-        const int64_t at = group * kInt4TileN + i;
-        b.offsets[row][i] += zeros[at] * b.scales[at] * sum;
-      }
-    }
-  }
+  const float* const zeros = w.zeros ? widen(w.zeros, from, count, w.zero_type, buffer) : buffer;
+  for (int64_t i = 0; i < count; ++i) b.offsets[i] = -zeros[i] * b.scales[i];
 }
 
-void int4_product_cpu(const Int4Product& c, const float* x, const float* sums, int64_t begin,
-                      int64_t end) {
+void int4_product_cpu(const Int4Product& c, const float* x, int64_t begin, int64_t end) {
   const Int4View& w = c.weight;
   Block b;
-  b.row = w.tiles_k * kInt4TileK, b.shift = w.group_size == 32 ? 0 : w.group_size == 64 ? 1 : 2;
+  b.shift = w.group_size == 32 ? 0 : w.group_size == 64 ? 1 : 2;
   for (int64_t tile = begin; tile < end; ++tile) {
-    for (int64_t row = 0, rows; row < c.m; row += rows) {
-      rows = c.m - row >= 4 ? 4 : c.m - row >= 2 ? 2 : 1;
-      memset(b.sums, 0, sizeof b.sums), memset(b.offsets, 0, sizeof b.offsets);
+    for (int64_t row = 0, rows = rows_at_once(c); row < c.m; row += rows) {
+      rows = least(rows, c.m - row);
+      memset(b.sums, 0, sizeof b.sums);
       for (int64_t tile_k = 0; tile_k < w.tiles_k; tile_k += kBlock) {
         b.bytes = w.packed + (tile * w.tiles_k + tile_k) * kInt4TileBytes;
-        b.x = x + row * b.row + tile_k * kInt4TileK;
+        b.x = x + (row * w.tiles_k + rows * tile_k) * kInt4TileK;
         b.tiles_k = least(kBlock, w.tiles_k - tile_k);
-        start_block(b, w, tile, tile_k, sums + row * w.tiles_k * 2, rows);
-        rows == 4 ? multiply_block<4>(b) : rows == 2 ? multiply_block<2>(b) : multiply_block<1>(b);
+        start_block(b, w, tile, tile_k);
+        multiply_block<kMostRows>(b, rows);
       }
       for (int64_t i = 0; i < rows * kInt4TileN; ++i) {
         const int64_t at = i % kInt4TileN, n = tile * kInt4TileN + at / 2 + 8 * (at % 2);
         if (n >= w.n) continue;
-        float value = sum_of_lanes(b.sums[at][i / kInt4TileN]) - b.offsets[i / kInt4TileN][at];
+        float value = sum_of_lanes(b.sums[at][i / kInt4TileN]);
         if (c.bias) value += load(c.bias, n, c.type);
         store(c.out, (row + i / kInt4TileN) * w.n + n, value, c.type);
       }

@@ -55,14 +55,13 @@ inline void int4_product_host(Host& host, const TensorView& x, const TensorView&
     return host.check(int4_product_cuda(c, plan, host.stream()));
   }
   const int64_t columns = c.weight.tiles_k * kInt4TileK;
-  float* const ordered = host.workspace<float>(c.m * columns * 5 / 4);
-  float* const sums = ordered + c.m * columns;
+  float* const ordered = host.workspace<float>(c.m * columns);
   parallel_for(0, c.m, least(64, 16384 / (columns + 1) + 1), [&](int64_t begin, int64_t end) {
-    FLEXOPS_ISA_CALL(int4_order_cpu)(c, ordered, sums, begin, end);
+    FLEXOPS_ISA_CALL(int4_order_cpu)(c, ordered, begin, end);
   });
   parallel_for(0, c.weight.tiles_n, 32768 / (columns * c.m + 1) + 1,
                [&](int64_t begin, int64_t end) {
-                 FLEXOPS_ISA_CALL(int4_product_cpu)(c, ordered, sums, begin, end);
+                 FLEXOPS_ISA_CALL(int4_product_cpu)(c, ordered, begin, end);
                });
 }
 

@@ -8,14 +8,15 @@ group of 32, 64 or 128 consecutive elements of a row::
 This is the form of GPTQ, AWQ and compressed-tensors. Zero points are floats in units of codes;
 without them (symmetric) each is 8. :class:`Int4Weight` describes how kernels store it.
 
-The kernels multiply codes, which are exact in bfloat16 and float16. For few rows they apply zero
-point and scale to the sum of each group in float32::
+Kernels for GPUs multiply codes, which are exact in bfloat16 and float16. For few rows they apply
+zero point and scale to the sum of each group in float32::
 
     out[m, n] = sum over groups: scale * (sum(code * x) - zero * sum(x))
 
 so a result is at least as accurate as that of a product with the dequantized weight. More rows are
-multiplied by the weight dequantized in registers, rounded to x's dtype. From some number of rows
-on, it is faster to dequantize the weight in memory and to call torch's product.
+multiplied by the weight dequantized in registers, rounded to x's dtype; on a CPU, few rows too, but
+in float32. From some number of rows on, it is faster to dequantize the weight in memory and to call
+torch's product.
 """
 
 from __future__ import annotations
