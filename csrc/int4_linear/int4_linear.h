@@ -37,8 +37,8 @@ FLEXOPS_CUDA_DECLARE(const char* int4_product_cuda(const Int4Product& call, int6
 FLEXOPS_CUDA_DECLARE(const char* int4_unpack_cuda(const Int4View& weight, void* out,
                                                   ElementType type, void* stream))
 
-/// The CPU's work on rows of x, then on tiles of rows [begin, end) of [0, tiles_n). `x`: float32
-/// [m, tiles_k * 64], in the order that the products read.
+/// The CPU's work on rows of x, then on tiles of rows [begin, end) of [0, tiles_n). `x`: room for
+/// float32 [m, tiles_k * 64], in the order that the products read.
 FLEXOPS_ISA_DECLARE(void int4_order_cpu(const Int4Product& call, float* x, int64_t begin,
                                         int64_t end))
 FLEXOPS_ISA_DECLARE(void int4_product_cpu(const Int4Product& call, const float* x, int64_t begin,

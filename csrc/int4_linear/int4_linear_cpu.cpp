@@ -2,7 +2,8 @@
 // the layout of the weight: flexops/ops/int4_linear.py.
 //
 // 64 bytes of a tile hold 64 columns of two rows, as 16 words. x is put into the order in which
-// codes are extracted from these words once, so that they become floats without being moved.
+// codes are extracted from these words once, so that they become values without being moved. Values
+// are multiplied by several rows of x from registers.
 
 #include "int4_linear/int4_linear.h"
 
@@ -26,18 +27,39 @@ static int64_t rows_at_once(const Int4Product& c) {
   return ceil_div(c.m, ceil_div(c.m, kMostRows));
 }
 
+/// Whether the weight is rounded to bfloat16, as in torch's product, for vdpbf16ps.
+static bool rounds_weight([[maybe_unused]] const Int4Product& c) {
+#if defined(__AVX512F__)
+  return c.type == ElementType::bf16 && c.m > kMostRows && c.weight.group_size > 32 &&
+         __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
 void int4_order_cpu(const Int4Product& c, float* x, int64_t begin, int64_t end) {
   const int64_t tiles = c.weight.tiles_k, most = rows_at_once(c);
+  const bool halves = rounds_weight(c);
   int64_t order[kInt4TileK];
-  for (int64_t i = 0; i < kInt4TileK; ++i) order[i] = column_of(i / kWords, i % kWords);
+  for (int64_t i = 0; i < kInt4TileK; ++i)
+    order[i] =
+        halves ? column_of(i / 32 + i % 2 * 2, i % 32 / 2) : column_of(i / kWords, i % kWords);
   for (int64_t row = begin; row < end; ++row) {
     const int64_t first = row / most * most, rows = least(most, c.m - first);
     for (int64_t tile = 0; tile < tiles; ++tile) {
-      float* const to = x + (first * tiles + tile * rows + row - first) * kInt4TileK;
+      const int64_t from = row * c.weight.k + tile * kInt4TileK,
+                    to = (first * tiles + tile * rows + row - first) * kInt4TileK;
+      if (halves) {
+        const uint16_t* const bits = static_cast<const uint16_t*>(c.x) + from;
+        for (int64_t i = 0; i < kInt4TileK; ++i)
+          reinterpret_cast<uint16_t*>(x)[to + i] = bits[order[i]];
+        continue;
+      }
       alignas(64) float buffer[kInt4TileK] = {};
       const int64_t count = least(kInt4TileK, c.weight.k - tile * kInt4TileK);
-      const float* from = widen(c.x, row * c.weight.k + tile * kInt4TileK, count, c.type, buffer);
-      for (int64_t i = 0; i < kInt4TileK; ++i) to[i] = order[i] < count ? from[order[i]] : 0.0f;
+      const float* const values = widen(c.x, from, count, c.type, buffer);
+      for (int64_t i = 0; i < kInt4TileK; ++i)
+        x[to + i] = order[i] < count ? values[order[i]] : 0.0f;
     }
   }
 }
@@ -49,17 +71,6 @@ struct Number {
 static inline Number load_number(const Int4View& w, int64_t tile, int64_t group, int64_t at) {
   const int64_t index = (tile * w.groups + group) * kInt4TileN + at;
   return {load(w.scales, index, w.scale_type), w.zeros ? load(w.zeros, index, w.zero_type) : 8.0f};
-}
-
-/// The codes of 4 bits above the lowest `shift` ones.
-static inline Floats codes_at(Words words, int shift) {
-#if defined(__AVX512F__)
-  return _mm512_maskz_cvtepi32_ps(0xffff, (__m512i)(words >> shift & 15u));
-#elif defined(__AVX2__)
-  return _mm256_cvtepi32_ps((__m256i)(words >> shift & 15u));
-#else
-  return __builtin_convertvector((Ints)(words >> shift & 15u), Floats);
-#endif
 }
 
 /// A number in all lanes.
@@ -75,38 +86,57 @@ struct Block {
   const float* x;   // [tiles_k, rows of x, kInt4TileK]
   int64_t tiles_k;  // in this block
   int shift;        // a group has 32 << shift columns
-  float scales[kBlock * 2 * kInt4TileN], offsets[kBlock * 2 * kInt4TileN];
+  bool halves;      // x has 16 bits
+  float scales[kBlock * 2 * kInt4TileN], zeros[kBlock * 2 * kInt4TileN];
   Floats sums[kInt4TileN][kMostRows];
 };
 
-/// What the codes of a row of a tile stand for: code * scale + offset.
+/// What the codes of a row of a tile stand for: (code - zero) * scale, the two of a word's group.
+#if defined(__AVX512F__)
 template <bool kTwoGroups>
 struct RowValues {
-  static constexpr bool kTable = kLanes == 16 && !kTwoGroups;
-  Floats scale, offset, table;
+  Floats tables[2];
 
-  RowValues(const float* scales, const float* offsets) {
-    scale = broadcast(*scales), offset = broadcast(*offsets);
-    if constexpr (kTwoGroups) {  // of a word, by the column of its bytes
-      Ints second;
-      for (int lane = 0; lane < kLanes; ++lane) second[lane] = lane % 4 < 2 ? 0 : -1;
-      scale = second ? broadcast(scales[kInt4TileN]) : scale;
-      offset = second ? broadcast(offsets[kInt4TileN]) : offset;
-    }
-#if defined(__AVX512F__)
+  RowValues(const float* scales, const float* zeros) {
     constexpr Floats kCodes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    if constexpr (kTable) table = kCodes * scale + offset;
-#endif
+    for (int i = 0; i < (kTwoGroups ? 2 : 1); ++i)
+      tables[i] = (kCodes - broadcast(zeros[i * kInt4TileN])) * broadcast(scales[i * kInt4TileN]);
   }
 
+  /// Of the codes of 4 bits above the lowest `shift` ones.
   Floats at(Words words, int shift) const {
-#if defined(__AVX512F__)
-    if constexpr (kTable)
-      return _mm512_maskz_permutexvar_ps(0xffff, (__m512i)(words >> shift), table);
-#endif
-    return codes_at(words, shift) * scale + offset;
+    if constexpr (!kTwoGroups)
+      return _mm512_maskz_permutexvar_ps(0xffff, (__m512i)(words >> shift), tables[0]);
+    constexpr Words kGroup = {0, 0, 16, 16, 0, 0, 16, 16, 0, 0, 16, 16, 0, 0, 16, 16};
+    const Words index = (words >> shift & 15u) | kGroup;
+    return _mm512_maskz_permutex2var_ps(0xffff, tables[0], (__m512i)index, tables[1]);
   }
 };
+#else
+template <bool kTwoGroups>
+struct RowValues {
+  Floats scale, zero;
+
+  static Floats of_words(const float* numbers) {
+    if constexpr (!kTwoGroups) return broadcast(*numbers);
+    Ints second;
+    for (int lane = 0; lane < kLanes; ++lane) second[lane] = lane % 4 < 2 ? 0 : -1;
+    return second ? broadcast(numbers[kInt4TileN]) : broadcast(*numbers);
+  }
+
+  RowValues(const float* scales, const float* zeros)
+      : scale(of_words(scales)), zero(of_words(zeros)) {}
+
+  Floats at(Words words, int shift) const {
+    const Words codes = words >> shift & 15u;
+#if defined(__AVX2__)
+    return (_mm256_cvtepi32_ps((__m256i)codes) - zero) * scale;
+#else
+    return (__builtin_convertvector((Ints)codes, Floats) - zero) * scale;
+#endif
+  }
+};
+#endif
 
 /// Rows g and g + 8 of the weight times rows of x.
 template <int kRows, bool kTwoGroups>
@@ -119,9 +149,9 @@ static void multiply_pair(Block& b, int64_t g) {
     const uint8_t* const bytes = b.bytes + tile * kInt4TileBytes + 64 * g;
     const float* const x = b.x + tile * kRows * kInt4TileK;
     const int64_t at = (2 * tile >> b.shift) * kInt4TileN + 2 * g;
-    const RowValues<kTwoGroups> low(b.scales + at, b.offsets + at),
-        high(b.scales + at + 1, b.offsets + at + 1);
-    __builtin_prefetch(bytes + kBlock * kInt4TileBytes);  // pairs are not read in their order
+    const RowValues<kTwoGroups> low(b.scales + at, b.zeros + at),
+        high(b.scales + at + 1, b.zeros + at + 1);
+    __builtin_prefetch(bytes + kBlock * kInt4TileBytes);  // a block's lines are not read in order
     Words words[kParts];
     for (int i = 0; i < kParts; ++i)
       words[i] = (Words)load_floats(reinterpret_cast<const float*>(bytes) + i * kLanes);
@@ -145,28 +175,101 @@ static void multiply_pair(Block& b, int64_t g) {
     b.sums[2 * g][row] = sums[0][row], b.sums[2 * g + 1][row] = sums[1][row];
 }
 
+#if defined(__AVX512F__)
+typedef uint16_t Halves __attribute__((vector_size(64)));
+
+/// sum + a * b for both bfloat16 of each word.
+static inline Floats add_products(Floats sum, Halves a, Halves b) {
+  __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+  return sum;
+}
+
+/// The same in bfloat16.
+struct RowHalves {
+  Halves table;  // two of each, so that the index's lowest bit has no meaning
+
+  RowHalves(const float* scales, const float* zeros) {
+    const Words rounded = round_to_upper_half(RowValues<false>(scales, zeros).tables[0]);
+    table = (Halves)(rounded >> 16 | (rounded & 0xffff0000u));
+  }
+
+  /// Of the codes at 4 bits of each half, by what moves them to bit 1; other bits are ignored.
+  Halves at(Halves codes) const {
+#if defined(__clang__)
+    return (Halves)_mm512_permutexvar_epi16((__m512i)codes, (__m512i)table);
+#else
+    return __builtin_shuffle(table, codes);
+#endif
+  }
+};
+
+/// multiply_pair for a weight that is rounded.
+template <int kRows>
+static void multiply_halves(Block& b, int64_t g) {
+  Floats sums[2][kRows];
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row)
+    sums[0][row] = b.sums[2 * g][row], sums[1][row] = b.sums[2 * g + 1][row];
+  for (int64_t tile = 0; tile < b.tiles_k; ++tile) {
+    const uint8_t* const bytes = b.bytes + tile * kInt4TileBytes + 64 * g;
+    const float* const x = b.x + tile * kRows * kInt4TileK / 2;
+    const int64_t at = (2 * tile >> b.shift) * kInt4TileN + 2 * g;
+    const RowHalves low(b.scales + at, b.zeros + at), high(b.scales + at + 1, b.zeros + at + 1);
+    __builtin_prefetch(bytes + kBlock * kInt4TileBytes);
+    const Halves words = (Halves)load_floats(reinterpret_cast<const float*>(bytes));
+    const Halves values[2][2] = {{low.at(words << 1), low.at(words >> 7)},
+                                 {high.at(words >> 3), high.at(words >> 11)}};
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+      const Halves first = (Halves)load_floats(x + row * kInt4TileK / 2),
+                   second = (Halves)load_floats(x + row * kInt4TileK / 2 + kLanes);
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half)
+        sums[half][row] = add_products(add_products(sums[half][row], values[half][0], first),
+                                       values[half][1], second);
+    }
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row)
+    b.sums[2 * g][row] = sums[0][row], b.sums[2 * g + 1][row] = sums[1][row];
+}
+#endif
+
 template <int kRows>
 static void multiply_block(Block& b, int64_t rows) {
   if constexpr (kRows > 1)
     if (rows < kRows) return multiply_block<kRows - 1>(b, rows);
-  for (int64_t g = 0; g < kInt4TileN / 2; ++g)
+  for (int64_t g = 0; g < kInt4TileN / 2; ++g) {
+#if defined(__AVX512F__)
+    if (b.halves) {
+      multiply_halves<kRows>(b, g);
+      continue;
+    }
+#endif
     b.shift == 0 ? multiply_pair<kRows, true>(b, g) : multiply_pair<kRows, false>(b, g);
+  }
 }
 
-/// Load the scales of a block, and what its zero points subtract.
+static void load_block(const void* from, int64_t offset, int64_t count, ElementType type,
+                       float* to) {
+  alignas(64) float buffer[kBlock * 2 * kInt4TileN];
+  narrow(widen(from, offset, count, type, buffer), to, 0, count, ElementType::f32);
+}
+
+/// Load the scales and zero points of a block.
 static void start_block(Block& b, const Int4View& w, int64_t tile, int64_t tile_k) {
   const int64_t first = 2 * tile_k >> b.shift, count = (2 * b.tiles_k >> b.shift) * kInt4TileN;
   const int64_t from = (tile * w.groups + first) * kInt4TileN;
-  alignas(64) float buffer[kBlock * 2 * kInt4TileN];
-  narrow(widen(w.scales, from, count, w.scale_type, buffer), b.scales, 0, count, ElementType::f32);
-  for (int64_t i = 0; !w.zeros && i < count; ++i) buffer[i] = 8;
-  const float* const zeros = w.zeros ? widen(w.zeros, from, count, w.zero_type, buffer) : buffer;
-  for (int64_t i = 0; i < count; ++i) b.offsets[i] = -zeros[i] * b.scales[i];
+  load_block(w.scales, from, count, w.scale_type, b.scales);
+  if (w.zeros) return load_block(w.zeros, from, count, w.zero_type, b.zeros);
+  for (int64_t i = 0; i < count; ++i) b.zeros[i] = 8;
 }
 
 void int4_product_cpu(const Int4Product& c, const float* x, int64_t begin, int64_t end) {
   const Int4View& w = c.weight;
   Block b;
+  b.halves = rounds_weight(c);
+  const int64_t columns = b.halves ? kInt4TileK / 2 : kInt4TileK;  // of a tile of x, as floats
   b.shift = w.group_size == 32 ? 0 : w.group_size == 64 ? 1 : 2;
   for (int64_t tile = begin; tile < end; ++tile) {
     for (int64_t row = 0, rows = rows_at_once(c); row < c.m; row += rows) {
@@ -174,7 +277,7 @@ void int4_product_cpu(const Int4Product& c, const float* x, int64_t begin, int64
       memset(b.sums, 0, sizeof b.sums);
       for (int64_t tile_k = 0; tile_k < w.tiles_k; tile_k += kBlock) {
         b.bytes = w.packed + (tile * w.tiles_k + tile_k) * kInt4TileBytes;
-        b.x = x + (row * w.tiles_k + rows * tile_k) * kInt4TileK;
+        b.x = x + (row * w.tiles_k + rows * tile_k) * columns;
         b.tiles_k = least(kBlock, w.tiles_k - tile_k);
         start_block(b, w, tile, tile_k);
         multiply_block<kMostRows>(b, rows);

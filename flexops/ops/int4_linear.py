@@ -15,8 +15,8 @@ zero point and scale to the sum of each group in float32::
 
 so a result is at least as accurate as that of a product with the dequantized weight. More rows are
 multiplied by the weight dequantized in registers, rounded to x's dtype; on a CPU, few rows too, but
-in float32. From some number of rows on, it is faster to dequantize the weight in memory and to call
-torch's product.
+in float32 (more than 8 rows in bfloat16 are rounded where AVX-512 has products of bfloat16). From
+some number of rows on, it is faster to dequantize the weight in memory and to call torch's product.
 """
 
 from __future__ import annotations
@@ -490,7 +490,7 @@ def _most_rows(x: Tensor, scales: Tensor) -> int:
     """The most rows of ``x`` for which kernels read the packed weight: measured on one H200, and on
     one core of a CPU."""
     if x.device.type != "cuda":
-        return 8
+        return 32
     if torch.float32 in (x.dtype, scales.dtype):
         return 0
     return 1024 if _capability(x.device) == (9, 0) else 128
