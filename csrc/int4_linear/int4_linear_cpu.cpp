@@ -11,6 +11,13 @@
 
 namespace flexops::FLEXOPS_ISA {
 
+// Products of bfloat16, of which older compilers do not know whether a CPU has them.
+#if defined(__AVX512F__) && (defined(__clang__) || __GNUC__ >= 10)
+#define FLEXOPS_BF16_PRODUCTS 1
+#else
+#define FLEXOPS_BF16_PRODUCTS 0
+#endif
+
 constexpr int64_t kWords = 16;
 constexpr int kParts = static_cast<int>(kWords) / kLanes;  // registers for 16 words
 
@@ -29,7 +36,7 @@ static int64_t rows_at_once(const Int4Product& c) {
 
 /// Whether the weight is rounded to bfloat16, as in torch's product, for vdpbf16ps.
 static bool rounds_weight([[maybe_unused]] const Int4Product& c) {
-#if defined(__AVX512F__)
+#if FLEXOPS_BF16_PRODUCTS
   return c.type == ElementType::bf16 && c.m > kMostRows && c.weight.group_size > 32 &&
          __builtin_cpu_supports("avx512bf16");
 #else
@@ -175,7 +182,7 @@ static void multiply_pair(Block& b, int64_t g) {
     b.sums[2 * g][row] = sums[0][row], b.sums[2 * g + 1][row] = sums[1][row];
 }
 
-#if defined(__AVX512F__)
+#if FLEXOPS_BF16_PRODUCTS
 typedef uint16_t Halves __attribute__((vector_size(64)));
 
 /// sum + a * b for both bfloat16 of each word.
@@ -240,7 +247,7 @@ static void multiply_block(Block& b, int64_t rows) {
   if constexpr (kRows > 1)
     if (rows < kRows) return multiply_block<kRows - 1>(b, rows);
   for (int64_t g = 0; g < kInt4TileN / 2; ++g) {
-#if defined(__AVX512F__)
+#if FLEXOPS_BF16_PRODUCTS
     if (b.halves) {
       multiply_halves<kRows>(b, g);
       continue;
