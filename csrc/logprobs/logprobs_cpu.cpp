@@ -23,7 +23,8 @@ static Floats tanh_of(Floats x, Floats& slope) {
   return absolute(x) < 0.25f ? near : x < 0.0f ? -far : far;
 }
 
-/// Logits to scaled logits, and the derivatives of these unless `slopes` is null. `out` may be `x`.
+/// Logits to scaled logits, and with a soft cap the derivatives of these unless `slopes` is null.
+/// `out` may be `x`.
 static void scale_block(const float* x, float* out, float* slopes, int64_t count,
                         const LogprobRows& shape) {
   const float inverse = 1.0f / shape.temperature;
@@ -31,18 +32,29 @@ static void scale_block(const float* x, float* out, float* slopes, int64_t count
   for (int64_t i = 0; i < count; i += kLanes) {
     const int64_t some = least(count - i, kLanes);
     Floats value = load_up_to(x + i, some);
-    Floats slope = floats_of(inverse);
     if (shape.softcap > 0.0f) {
       Floats bend;
       const Floats capped = tanh_of(value * inverse_cap, bend) * shape.softcap;
-      slope = value == -kInfinity ? floats_of(0.0f) : slope * bend;
+      const Floats slope = value == -kInfinity ? floats_of(0.0f) : bend * inverse;
       value = value == -kInfinity ? value : capped;
+      if (slopes) store_up_to(slopes + i, slope, some);
     }
-    value *= inverse;
-    store_up_to(out + i, value, some);
-    if (slopes) store_up_to(slopes + i, slope, some);
+    store_up_to(out + i, value * inverse, some);
   }
 }
+
+/// A block of scaled logits: in place, if they are the logits.
+struct ScaledBlock {
+  alignas(64) float buffer[kRowBlock], z[kRowBlock], slopes[kRowBlock];
+
+  const float* load(const void* logits, int64_t offset, int64_t count, const LogprobRows& shape,
+                    bool with_slopes) {
+    const float* const values = widen(logits, offset, count, shape.type, buffer);
+    if (shape.temperature == 1.0f && !(shape.softcap > 0.0f)) return values;
+    scale_block(values, z, with_slopes ? slopes : nullptr, count, shape);
+    return z;
+  }
+};
 
 static float scaled(const void* logits, int64_t at, const LogprobRows& shape) {
   float value = load(logits, at, shape.type);
@@ -50,20 +62,25 @@ static float scaled(const void* logits, int64_t at, const LogprobRows& shape) {
   return value;
 }
 
-/// Sum of powers[i] * (values[i] - base).
-static float sum_weighted(const float* values, const float* powers, int64_t count, float base) {
-  Floats sum = {};
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const int64_t some = least(count - i, kLanes);
-    sum += load_up_to(powers + i, some) *
-           greater(load_up_to(values + i, some) - base, floats_of(kLeast));
-  }
-  return sum_of_lanes(sum);
+/// Add exp(z - base), and these times z - base.
+static void add_powers(const float* z, int64_t count, float base, double& sum, double& weighted) {
+  Floats sums[2] = {}, products[2] = {};
+  const auto add = [&](int part, Floats value) {
+    const Floats exponent = value - base, power_of = power(exponent);
+    sums[part] += power_of, products[part] += power_of * greater(exponent, floats_of(kLeast));
+  };
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= count; i += 2 * kLanes)
+    add(0, load_floats(z + i)), add(1, load_floats(z + i + kLanes));
+  for (; i + kLanes <= count; i += kLanes) add(0, load_floats(z + i));
+  if (i < count) add(1, load_some(z + i, count - i, -kInfinity));
+  sum += static_cast<double>(sum_of_lanes(sums[0] + sums[1]));
+  weighted += static_cast<double>(sum_of_lanes(products[0] + products[1]));
 }
 
 void logprobs_cpu(const void* logits, const int64_t* target, const LogprobRows& shape,
                   const LogprobResults& results, int64_t begin, int64_t end) {
-  alignas(64) float buffer[kRowBlock], z[kRowBlock], powers[kRowBlock];
+  ScaledBlock block;
   for (int64_t row = begin; row < end; ++row) {
     const int64_t offset = row * shape.stride, wanted = target[row];
     float *const maximum = results.stats + row, *const total = maximum + shape.rows;
@@ -75,7 +92,7 @@ void logprobs_cpu(const void* logits, const int64_t* target, const LogprobRows& 
     double sum = 0.0, weighted = 0.0;
     for (int64_t at = 0; at < shape.length; at += kRowBlock) {
       const int64_t count = least(shape.length - at, kRowBlock);
-      scale_block(widen(logits, offset + at, count, shape.type, buffer), z, nullptr, count, shape);
+      const float* const z = block.load(logits, offset + at, count, shape, false);
       const float now = greatest(z, count, highest);
       if (now > highest) {
         const double shift = static_cast<double>(highest > -kInfinity ? base - now : kLeast);
@@ -83,8 +100,7 @@ void logprobs_cpu(const void* logits, const int64_t* target, const LogprobRows& 
         weighted = (weighted + sum * shift) * factor, sum *= factor;
         highest = base = now;
       }
-      sum += static_cast<double>(sum_powers<true>(z, powers, count, base));
-      weighted += static_cast<double>(sum_weighted(z, powers, count, base));
+      add_powers(z, count, base, sum, weighted);
     }
     const bool valid = wanted >= 0 && wanted < shape.length;
     *maximum = base, *total = static_cast<float>(sum);
@@ -97,7 +113,9 @@ void logprobs_cpu(const void* logits, const int64_t* target, const LogprobRows& 
 void logprobs_backward_cpu(const void* logits, const int64_t* target, const LogprobRows& shape,
                            const LogprobResults& results, const LogprobGradients& gradients,
                            void* out, int64_t out_stride, int64_t begin, int64_t end) {
-  alignas(64) float buffer[kRowBlock], z[kRowBlock], slopes[kRowBlock], made[kRowBlock];
+  ScaledBlock block;
+  alignas(64) float made[kRowBlock];
+  const float inverse = 1.0f / shape.temperature;
   for (int64_t row = begin; row < end; ++row) {
     const int64_t offset = row * shape.stride, to = row * out_stride, wanted = target[row];
     if (wanted == shape.ignore_index) {
@@ -112,17 +130,16 @@ void logprobs_backward_cpu(const void* logits, const int64_t* target, const Logp
         valid ? (rise + of_entropy * (results.entropy[row] - __builtin_logf(sum))) / sum : kNan;
     for (int64_t at = 0; at < shape.length; at += kRowBlock) {
       const int64_t count = least(shape.length - at, kRowBlock);
-      scale_block(widen(logits, offset + at, count, shape.type, buffer), z, slopes, count, shape);
+      const float* const z = block.load(logits, offset + at, count, shape, true);
       float* const place = place_in_row(out, to + at, shape.type, made);
       for (int64_t i = 0; i < count; i += kLanes) {
         const int64_t some = least(count - i, kLanes);
         const Floats exponent = load_up_to(z + i, some) - base;
-        const Floats gradient =
-            -power(exponent) * (greater(exponent, floats_of(kLeast)) * bend + level);
-        store_up_to(z + i, gradient, some);
+        Floats gradient = -power(exponent) * (greater(exponent, floats_of(kLeast)) * bend + level);
+        if (wanted - at >= i && wanted - at < i + some) gradient[wanted - at - i] += rise;
+        gradient *= shape.softcap > 0.0f ? load_up_to(block.slopes + i, some) : floats_of(inverse);
+        store_up_to(place + i, gradient, some);
       }
-      if (wanted >= at && wanted < at + count) z[wanted - at] += rise;
-      for (int64_t i = 0; i < count; ++i) place[i] = z[i] * slopes[i];
       narrow(place, out, to + at, count, shape.type);
     }
   }
