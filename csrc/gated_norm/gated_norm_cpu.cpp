@@ -1,58 +1,99 @@
 // The gated RMS norm on the CPU: compiled once per ISA level (common/cpu.h). What it computes:
 // flexops/ops/gated_norm.py.
 
-#include "common/cpu_elements.h"
+#include "common/cpu_rows.h"
+#include "common/tensor_view.h"
 
 namespace flexops::FLEXOPS_ISA {
 
 constexpr int64_t kPartRows = 16;  // of gated_norm.cuh
 
-static float logistic(float x) { return 1.0f / (1.0f + __builtin_expf(-x)); }
+static Floats logistic(Floats x) {
+  const Floats value = 1.0f / (exponential(-x) + 1.0f);
+  return x == x ? value : x;
+}
 
 /// The gate's activation.
-static float activated(float gate, bool sigmoid) {
-  return logistic(gate) * (sigmoid ? 1.0f : gate);
+static Floats activated(Floats gate, bool sigmoid) {
+  return sigmoid ? logistic(gate) : gate / (exponential(-gate) + 1.0f);
 }
 
 static float scale_of(double squares, int64_t width, double eps) {
   return static_cast<float>(1.0 / __builtin_sqrt(squares / static_cast<double>(width) + eps));
 }
 
-/// Calls body with a function that gives the weight of a column.
+/// A block of a tensor's elements as floats: in place, or in its buffer.
+struct RowBlock {
+  const TensorView& tensor;
+  const float* from = nullptr;
+  float* to = nullptr;
+  alignas(64) float buffer[kRowBlock];
+
+  explicit RowBlock(const TensorView& of) : tensor(of) {}
+
+  void read(int64_t offset, int64_t count) {
+    from = widen(tensor.data, offset, count, type(), buffer);
+  }
+  Floats at(int64_t i, int64_t some) const { return load_up_to(from + i, some); }
+
+  float* place(int64_t offset) { return to = place_in_row(tensor.data, offset, type(), buffer); }
+  void write(int64_t offset, int64_t count) { narrow(to, tensor.data, offset, count, type()); }
+
+ private:
+  ElementType type() const { return static_cast<ElementType>(tensor.dtype); }
+};
+
+/// The columns' weights, or ones.
+struct Weights : RowBlock {
+  using RowBlock::RowBlock;
+
+  void read(int64_t column, int64_t count) {
+    if (tensor) RowBlock::read(column, count);
+  }
+  Floats at(int64_t i, int64_t some) const {
+    return tensor ? RowBlock::at(i, some) : floats_of(1.0f);
+  }
+};
+
+/// Calls f(i, some) for the registers of a block.
 template <typename F>
-static void with_weights(const TensorView& weight, const F& body) {
-  if (!weight) return body([](int64_t) { return 1.0f; });
-  with_floats(weight.dtype, [&](auto type) {
-    const auto* from = weight.as<decltype(type)>();
-    body([=](int64_t column) { return load(from, column); });
-  });
+static inline void for_registers(int64_t count, const F& f) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) f(i, int64_t{kLanes});
+  if (i < count) f(i, count - i);
 }
 
 void gated_rms_norm_cpu(const TensorView& x, const TensorView& gate, const TensorView& weight,
                         double eps, int64_t groups, bool norm_first, bool sigmoid,
                         const TensorView& out, int64_t begin, int64_t end) {
-  const int64_t columns = x.size(1), width = columns / groups;
-  with_floats(x.dtype, [&](auto type) {
-    using T = decltype(type);
-    with_weights(weight, [&](const auto& weight_of) {
-      for (int64_t row = begin * groups; row < end * groups; ++row) {
-        const T *const values = x.as<T>() + row * width, *const gates = gate.as<T>() + row * width;
-        const int64_t column = row % groups * width;
-        double sum = 0.0;  // in one chain
-        for (int64_t i = 0; i < width; ++i) {
-          const float act = norm_first ? 1.0f : activated(load(gates, i), sigmoid);
-          const float u = load(values, i) * act;
-          sum += u * u;
-        }
-        const float scale = scale_of(sum, width, eps);
-        for (int64_t i = 0; i < width; ++i) {
-          const float n = load(values, i) * scale * weight_of(column + i);
-          const float y = n * activated(load(gates, i), sigmoid);
-          store(out.as<T>() + row * width, i, y);
-        }
-      }
+  const int64_t width = x.size(1) / groups;
+  RowBlock values(x), gates(gate), results(out);
+  Weights weights(weight);
+  for (int64_t row = begin * groups; row < end * groups; ++row) {
+    double squares = 0.0;
+    for_row_blocks(width, 0, [&](int64_t at, int64_t count) {
+      values.read(row * width + at, count);
+      if (!norm_first) gates.read(row * width + at, count);
+      Floats sum = {};
+      for_registers(count, [&](int64_t i, int64_t some) {
+        Floats u = values.at(i, some);
+        if (!norm_first) u *= activated(gates.at(i, some), sigmoid);
+        sum += u * u;
+      });
+      squares += static_cast<double>(sum_of_lanes(sum));
     });
-  });
+    const float scale = scale_of(squares, width, eps);
+    for_row_blocks(width, 0, [&](int64_t at, int64_t count) {
+      values.read(row * width + at, count), gates.read(row * width + at, count);
+      weights.read(row % groups * width + at, count);
+      float* const to = results.place(row * width + at);
+      for_registers(count, [&](int64_t i, int64_t some) {
+        const Floats n = values.at(i, some) * scale * weights.at(i, some);
+        store_up_to(to + i, n * activated(gates.at(i, some), sigmoid), some);
+      });
+      results.write(row * width + at, count);
+    });
+  }
 }
 
 void gated_rms_norm_backward_cpu(const TensorView& grad, const TensorView& x,
@@ -61,44 +102,55 @@ void gated_rms_norm_backward_cpu(const TensorView& grad, const TensorView& x,
                                  const TensorView& partial, const TensorView& x_grad,
                                  const TensorView& gate_grad, int64_t begin, int64_t end) {
   const int64_t columns = x.size(1), width = columns / groups;
-  for (int64_t part = begin; part < end; ++part)
-    for (int64_t i = 0; i < columns; ++i) partial.as<float>()[part * columns + i] = 0.0f;
-  with_floats(x.dtype, [&](auto type) {
-    using T = decltype(type);
-    with_weights(weight, [&](const auto& weight_of) {
-      const int64_t last = end * kPartRows < x.size(0) ? end * kPartRows : x.size(0);
-      for (int64_t row = begin * kPartRows * groups; row < last * groups; ++row) {
-        const T *const upstream = grad.as<T>() + row * width,
-                       *const values = x.as<T>() + row * width,
-                       *const gates = gate.as<T>() + row * width;
-        const int64_t column = row % groups * width;
-        double squares = 0.0, products = 0.0;
-        for (int64_t i = 0; i < width; ++i) {
-          const float act = activated(load(gates, i), sigmoid);
-          const float u = load(values, i) * (norm_first ? 1.0f : act);
-          squares += u * u;
-          products += u * load(upstream, i) * weight_of(column + i) * (norm_first ? act : 1.0f);
-        }
-        const float scale = scale_of(squares, width, eps);
-        const float mean =
-            static_cast<float>(products / static_cast<double>(width)) * scale * scale;
-        float* const sums = partial.as<float>() + row / groups / kPartRows * columns + column;
-        for (int64_t i = 0; i < width; ++i) {
-          const float g = load(gates, i), half = logistic(g), act = activated(g, sigmoid);
-          const float value = load(values, i), d = load(upstream, i);
-          const float u = norm_first ? value : value * act;
-          const float weighted = d * weight_of(column + i);
-          const float of_u = scale * (weighted * (norm_first ? act : 1.0f) - u * mean);
-          const float slope =
-              half * ((sigmoid ? 0.0f : 1.0f) + (sigmoid ? 1.0f : g) * (1.0f - half));
-          store(x_grad.as<T>() + row * width, i, norm_first ? of_u : of_u * act);
-          store(gate_grad.as<T>() + row * width, i,
-                slope * (norm_first ? weighted * (u * scale) : of_u * value));
-          sums[i] += d * u * scale * (norm_first ? act : 1.0f);
-        }
-      }
+  RowBlock upstream(grad), values(x), gates(gate), of_x(x_grad), of_gate(gate_grad);
+  Weights weights(weight);
+  const auto read = [&](int64_t row, int64_t at, int64_t count) {
+    upstream.read(row * width + at, count), values.read(row * width + at, count);
+    gates.read(row * width + at, count), weights.read(row % groups * width + at, count);
+  };
+  for (int64_t i = begin * columns; i < end * columns; ++i) partial.as<float>()[i] = 0.0f;
+  const int64_t last = least(end * kPartRows, x.size(0));
+  for (int64_t row = begin * kPartRows * groups; row < last * groups; ++row) {
+    double squares = 0.0, products = 0.0;
+    for_row_blocks(width, 0, [&](int64_t at, int64_t count) {
+      read(row, at, count);
+      Floats square = {}, product = {};
+      for_registers(count, [&](int64_t i, int64_t some) {
+        const Floats act = activated(gates.at(i, some), sigmoid), value = values.at(i, some);
+        const Floats u = norm_first ? value : value * act,
+                     weighted = upstream.at(i, some) * weights.at(i, some);
+        square += u * u;
+        product += u * (norm_first ? weighted * act : weighted);
+      });
+      squares += static_cast<double>(sum_of_lanes(square));
+      products += static_cast<double>(sum_of_lanes(product));
     });
-  });
+    const float scale = scale_of(squares, width, eps);
+    const float mean = static_cast<float>(products / static_cast<double>(width)) * scale * scale;
+    float* const sums =
+        partial.as<float>() + row / groups / kPartRows * columns + row % groups * width;
+    for_row_blocks(width, 0, [&](int64_t at, int64_t count) {
+      read(row, at, count);
+      float *const to_x = of_x.place(row * width + at), *const to_gate =
+                                                            of_gate.place(row * width + at);
+      for_registers(count, [&](int64_t i, int64_t some) {
+        const Floats g = gates.at(i, some), half = logistic(g), act = sigmoid ? half : half * g;
+        const Floats value = values.at(i, some), d = upstream.at(i, some),
+                     weighted = d * weights.at(i, some);
+        const Floats u = norm_first ? value : value * act;
+        const Floats of_u = scale * ((norm_first ? weighted * act : weighted) - u * mean);
+        const Floats slope = sigmoid ? half * (1.0f - half) : half * (1.0f + g * (1.0f - half));
+        store_up_to(to_x + i, norm_first ? of_u : of_u * act, some);
+        store_up_to(to_gate + i, slope * (norm_first ? weighted * (u * scale) : of_u * value),
+                    some);
+        float* const sum = sums + at + i;
+        const Floats normalized = d * u * scale;
+        store_up_to(sum, load_up_to(sum, some) + (norm_first ? normalized * act : normalized),
+                    some);
+      });
+      of_x.write(row * width + at, count), of_gate.write(row * width + at, count);
+    });
+  }
 }
 
 }  // namespace flexops::FLEXOPS_ISA

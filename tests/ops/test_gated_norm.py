@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from contract import Case, Contract, Make, Shape
+from contract import ISA_LEVELS, Case, Contract, Make, Shape, isa_limit
 from torch import Tensor
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
@@ -23,21 +23,32 @@ def inputs(make: Make, shape: Shape) -> tuple[Tensor, ...]:
     return make(*shape), make(*shape), make(shape[-1])
 
 
+def plain(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    *,
+    norm_first: bool = True,
+    groups: int = 1,
+    activation: str = "silu",
+) -> Tensor:
+    gate = torch.sigmoid(gate) if activation == "sigmoid" else F.silu(gate)
+    u = x if norm_first else x * gate
+    parts = u.unflatten(-1, (groups, -1))
+    scale = torch.rsqrt(parts.square().mean(-1, keepdim=True) + 1e-6)
+    n = (parts * scale).flatten(-2) * weight
+    return n * gate if norm_first else n
+
+
 def case(name: str, **options: Any) -> Case:
     def ours(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
         return flexops.gated_rms_norm(x, gate, weight, **options)
 
-    def plain(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        first, groups = options.get("norm_first", True), options.get("groups", 1)
-        gate = torch.sigmoid(gate) if "activation" in options else F.silu(gate)
-        u = x if first else x * gate
-        parts = u.unflatten(-1, (groups, -1))
-        scale = torch.rsqrt(parts.square().mean(-1, keepdim=True) + 1e-6)
-        n = (parts * scale).flatten(-2) * weight
-        return n * gate if first else n
+    def oracle(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        return plain(x, gate, weight, **options)
 
     return Case(
-        name, "gated_norm", ours, inputs, plain,
+        name, "gated_norm", ours, inputs, oracle,
         names=("x", "gate", "weight"), differentiable=(0, 1, 2), parameters=(2,),
         shapes=((3, 6), (2, 5, 24), (37, 600)), empty=(), broadcasts=False,
         rounding=2.0**-22, slack=(4.0, 1.6), inductor=False,
@@ -51,6 +62,25 @@ class TestContract(Contract):
         case("sigmoid", activation="sigmoid"),
         case("sigmoid first", activation="sigmoid", norm_first=False),
     )
+
+
+@pytest.mark.parametrize("level", ISA_LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"norm_first": False, "groups": 3}], ids=str)
+def test_on_a_cpu_rows_of_several_blocks(options, dtype, level, native_kernels):
+    """A block has 1024 columns; the last one of a row is no whole register."""
+    native_kernels("gated_norm", "cpu")
+    generator = torch.Generator().manual_seed(0)
+    x, gate, upstream = (torch.randn(3, 3087, generator=generator).to(dtype) for _ in range(3))
+    weight = torch.rand(3087, generator=generator) + 0.5
+    ours, wide = ([one.clone().requires_grad_() for one in (x, gate, weight)] for _ in range(2))
+    with isa_limit(level):
+        out = flexops.gated_rms_norm(*ours, **options)
+        found = out, *torch.autograd.grad(out, ours, upstream)
+    expected = plain(wide[0].float(), wide[1].float(), wide[2], **options)
+    wanted = expected.to(dtype), *torch.autograd.grad(expected, wide, upstream.float())
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
