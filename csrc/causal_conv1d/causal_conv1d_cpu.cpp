@@ -143,27 +143,45 @@ void causal_conv1d_backward_cpu(const void* grad, const void* x, const ConvFilte
   }
 }
 
+/// One step of `count` channels from the `index`-th of all batches on; they are of one batch.
+template <typename T, typename W>
+static void update_block(T* state, const T* x, T* out, const ConvUpdate& shape, int64_t index,
+                         int64_t count, int64_t step) {
+  const int64_t channel = index % shape.channels, size = shape.size, width = shape.width;
+  const W* const taps = static_cast<const W*>(shape.weight) + channel * width;
+  const T* const steps = x + index / shape.channels * shape.x_batch + step * shape.x_step;
+  alignas(64) float y[kRowBlock];
+  for (int64_t i = 0; i < count; ++i) {
+    const T newest = steps[(channel + i) * shape.x_channel];
+    T* const kept = state + (index + i) * size;
+    float sum = shape.bias ? load(static_cast<const W*>(shape.bias), channel + i) : 0.0f;
+    for (int64_t k = 0; k + 1 < width; ++k)
+      sum += load(taps, i * width + k) * load(kept, size - width + 1 + k);
+    y[i] = sum + load(taps, i * width + width - 1) * load(&newest, 0);
+    for (int64_t k = 0; k + 1 < size; ++k) kept[k] = kept[k + 1];
+    if (size > 0) kept[size - 1] = newest;
+  }
+  for (int64_t i = 0; shape.silu && i < count; i += kLanes) {
+    const int64_t some = least(count - i, kLanes);
+    const Floats value = load_up_to(y + i, some);
+    store_up_to(y + i, value / (exponential(-value) + 1.0f), some);
+  }
+  for (int64_t i = 0; i < count; ++i) store(out, (index + i) * shape.length + step, y[i]);
+}
+
 void causal_conv1d_update_cpu(void* state, const void* x, void* out, const ConvUpdate& shape,
                               int64_t begin, int64_t end) {
-  for (int64_t index = begin; index < end; ++index) {
-    const int64_t channel = index % shape.channels, first = index * shape.size;
-    const int64_t from = index / shape.channels * shape.x_batch + channel * shape.x_channel;
-    const auto tap = [&](int64_t k) {
-      return load(shape.weight, channel * shape.width + k, shape.weight_type);
-    };
-    for (int64_t step = 0; step < shape.length; ++step) {
-      const float newest = load(x, from + step * shape.x_step, shape.type);
-      float y = shape.bias ? load(shape.bias, channel, shape.weight_type) : 0.0f;
-      for (int64_t k = 0; k + 1 < shape.width; ++k)
-        y += tap(k) * load(state, first + shape.size - shape.width + 1 + k, shape.type);
-      y += tap(shape.width - 1) * newest;
-      for (int64_t k = 0; k + 1 < shape.size; ++k)
-        store(state, first + k, load(state, first + k + 1, shape.type), shape.type);
-      if (shape.size > 0) store(state, first + shape.size - 1, newest, shape.type);
-      store(out, index * shape.length + step, shape.silu ? y / (1.0f + __builtin_expf(-y)) : y,
-            shape.type);
-    }
-  }
+  with_floats(static_cast<Dtype>(shape.type), [&](auto type) {
+    with_floats(static_cast<Dtype>(shape.weight_type), [&](auto weight_type) {
+      using T = decltype(type);
+      for (int64_t index = begin, count; index < end; index += count) {
+        count = least(least(end - index, kRowBlock), shape.channels - index % shape.channels);
+        for (int64_t step = 0; step < shape.length; ++step)
+          update_block<T, decltype(weight_type)>(static_cast<T*>(state), static_cast<const T*>(x),
+                                                 static_cast<T*>(out), shape, index, count, step);
+      }
+    });
+  });
 }
 
 }  // namespace flexops::FLEXOPS_ISA

@@ -123,6 +123,9 @@ def test_on_a_cpu_blocks_of_channels_and_parts_of_sequences(dtype, level, native
     with isa_limit(level):
         out = flexops.causal_conv1d(*ours, activation="silu")
         found = out, *torch.autograd.grad(out, ours, upstream)
+        state = torch.zeros(3, 1029, 3, dtype=dtype)
+        steps = flexops.causal_conv1d_update(x, state, weight, bias, "silu")
+    torch.testing.assert_close(steps, out.detach())
     expected = plain(wide[0].float(), *wide[1:])
     wanted = expected.to(dtype), *torch.autograd.grad(expected, wide, upstream.float())
     for one, other in zip(found, wanted, strict=True):
