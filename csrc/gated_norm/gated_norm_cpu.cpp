@@ -2,7 +2,6 @@
 // flexops/ops/gated_norm.py.
 
 #include "common/cpu_rows.h"
-#include "common/tensor_view.h"
 
 namespace flexops::FLEXOPS_ISA {
 
@@ -131,8 +130,8 @@ void gated_rms_norm_backward_cpu(const TensorView& grad, const TensorView& x,
         partial.as<float>() + row / groups / kPartRows * columns + row % groups * width;
     for_row_blocks(width, 0, [&](int64_t at, int64_t count) {
       read(row, at, count);
-      float *const to_x = of_x.place(row * width + at), *const to_gate =
-                                                            of_gate.place(row * width + at);
+      float* const to_x = of_x.place(row * width + at);
+      float* const to_gate = of_gate.place(row * width + at);
       for_registers(count, [&](int64_t i, int64_t some) {
         const Floats g = gates.at(i, some), half = logistic(g), act = sigmoid ? half : half * g;
         const Floats value = values.at(i, some), d = upstream.at(i, some),
