@@ -353,6 +353,29 @@ def test_rows_of_no_sequence_are_zeros_and_wrong_lengths_stay_inside():
     call([-5, 3, 40, 7], 10)
 
 
+def test_a_sequence_is_no_longer_than_the_longest():
+    """The bias has rows and columns for the longest; more are neither written nor seen."""
+    q, k, v = draw((10, 2, 16), (10, 2, 16), (10, 2, 16), dtype=torch.float32)
+    bias = draw((1, 2, 4, 5), seed=1)[0]
+    ends = torch.tensor([0, 10], dtype=torch.int32)
+    out, lse = flexops.attention(
+        q,
+        k,
+        v,
+        bias=bias,
+        cu_seqlens_q=ends,
+        cu_seqlens_k=ends,
+        max_seqlen_q=4,
+        max_seqlen_k=5,
+        return_lse=True,
+    )
+    alone = exact(*(x[None, :n].double() for x, n in ((q, 4), (k, 5), (v, 5))), bias=bias)
+    assert distance_of(out[:4], alone[0][0]) < 3e-6
+    assert distance_of(lse[:, :4], alone[1][0]) < 1e-5
+    assert (out[4:] == 0).all()
+    assert (lse[:, 4:] == -torch.inf).all()
+
+
 # ---- special values ----
 
 

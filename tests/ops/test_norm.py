@@ -308,6 +308,13 @@ def test_a_large_mean_is_no_harm(mean):
     assert ours <= 2**-24 * mean + 7e-7, "as if the mean were the nearest float32"
 
 
+@pytest.mark.usefixtures("native")
+def test_equal_large_elements_have_no_negative_variance():
+    """The rounding of a variance of zero may be less than -eps."""
+    x = torch.logspace(0, 18, 256)[:, None].expand(256, 1000)
+    assert (flexops.layer_norm(x) == 0).all()
+
+
 def test_one_column():
     x = torch.tensor([[2.0], [-3.0], [0.0]], requires_grad=True)
     y = flexops.layer_norm(x, torch.full((1,), 5.0), torch.full((1,), 7.0))
