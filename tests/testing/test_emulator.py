@@ -61,7 +61,6 @@ def test_what_is_not_emulated_has_a_fix():
         (
             ("assert(x[0] > 1);", "-DNDEBUG"),
             ('printf("%d", n);', "remove printf"),
-            ("x[1] = __activemask();", "name the lanes"),
             ("x[1] = pow(2.0, double(x[2]));", "have the function inlined"),
         )
     ):
@@ -162,6 +161,45 @@ def test_what_a_kernel_does_not_write_is_not_the_result_of_the_call_before():
         assert (count[::2] == torch.iinfo(torch.int32).max).all()
         assert torch.equal(out[1::2], x[1::2])
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+ACTIVE = r"""
+__global__ void active(const int* x, int* lanes, int* count, int n) {
+  const int i = threadIdx.x;
+  if (i == 95) while (*static_cast<volatile int*>(count) == 0) {}  // another lane writes it
+  if (i >= n) return;
+  for (int j = 0; i % 32 < 10 && j < 3; ++j) __shfl_sync(0x3ff, i, j);  // these lanes come later
+  if (x[i] > 0) {
+    const unsigned mask = __activemask();
+    lanes[i] = mask;
+    if ((mask & ((1u << (i % 32)) - 1)) == 0) atomicAdd(count, __popc(mask));
+    __syncwarp(mask);
+  }
+  __syncwarp(n - i + i % 32 >= 32 ? ~0u : (1u << n % 32) - 1);
+}
+"""
+
+
+@pytest.mark.usefixtures("host_compiler")
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_active_lanes_are_those_of_the_branch(reverse):
+    kernel = flexops.kernel(
+        ACTIVE,
+        "emulated::active(Tensor x, Tensor(a!) lanes, Tensor(b!) count) -> ()",
+        args={"n": lambda x: x.numel()},
+        grid=1,
+        block=96,
+    )
+    x = torch.randint(-3, 8, (75,), dtype=torch.int32)
+    lanes, count = torch.zeros_like(x), torch.zeros(1, dtype=torch.int32)
+    emulate(kernel, x, lanes, count, reverse=reverse)
+    inside = x > 0
+    for first in range(0, 75, 32):
+        there = inside[first : first + 32]
+        mask = (there.long() << torch.arange(len(there))).sum()
+        assert ((lanes[first : first + 32].long() & 0xFFFFFFFF)[there] == mask).all()
+    assert (lanes[~inside] == 0).all()
+    assert count == inside.sum()
 
 
 LOOPS = r"""

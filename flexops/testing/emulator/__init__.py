@@ -99,7 +99,6 @@ _ON_A_GPU = "test this kernel on a GPU"
 _CALLS = {
     "__assertfail": 'leave assert() out of this compilation: options=["-DNDEBUG"]',
     "vprintf": "remove printf, or test this kernel on a GPU",
-    "activemask": "name the lanes that take part, such as 0xffffffff, in place of __activemask()",
     ".func": "have the function inlined (__forceinline__; sin, cos and pow of float are)",
 }
 """The fix for what kernels use, the first that is found in the error."""

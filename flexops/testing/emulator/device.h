@@ -416,6 +416,7 @@ struct Meeting {
 struct Warp {
   u32 lanes = 0;
   std::vector<Meeting*> meetings;  // by mask
+  u32 asks[32] = {}, active[32];   // of a lane: the line where it asks who is there, and the answer
 };
 struct Barrier {
   u32 arrived = 0, wanted = 0, round = 0, line = 0;
@@ -439,6 +440,7 @@ struct Launch {
   jmp_buf scheduler, end;
   u64 clock = 0;     // a tick for each time that it is read
   u64 progress = 0;  // how often something came about that others may have waited for
+  u64 waits = 0;     // how often a thread let others run that can go on without them
   char* error;
   size_t error_size;
 };
@@ -513,7 +515,7 @@ struct Interruptible {
 inline void turn(Thread& t, u32 line) {
   if (++t.turns % (1 << 16)) return;
   if (interrupted) fault(t, line, "interrupted");
-  ++t.launch->progress;
+  ++t.launch->waits;
   yield(t, line, "the end of a loop");
 }
 
@@ -644,6 +646,24 @@ T redux(Thread& t, T mine, u32 mask, const Op& op, u32 line) {
   return found;
 }
 
+/// The lanes that are at this place when the block's threads have come as far as they can without them.
+inline u32 activemask(Thread& t, u32 line) {
+  Warp& warp = t.block->warps[t.number / 32];
+  warp.asks[t.lane] = line, ++t.launch->progress;
+  while (warp.asks[t.lane]) {
+    const u64 before = t.launch->progress;
+    ++t.launch->waits;
+    yield(t, line, "lanes of its warp");
+    if (before != t.launch->progress || !warp.asks[t.lane]) continue;
+    u32 mask = 0;
+    for (u32 i = 0; i < 32; ++i) mask |= u32(warp.asks[i] == line) << i;
+    for (u32 i = 0; i < 32; ++i)
+      if (mask >> i & 1) warp.asks[i] = 0, warp.active[i] = mask;
+    ++t.launch->progress;
+  }
+  return warp.active[t.lane];
+}
+
 /// Eight rows of sixteen bytes for each matrix, at the addresses that eight lanes give.
 template <int kMatrices, bool kTrans, class... R>
 void ldmatrix(Thread& t, u64 address, u32 line, R&... out) {
@@ -740,11 +760,11 @@ inline void run_block(Launch& l, Block& block, std::vector<Thread>& threads) {
   std::fill(l.written.begin(), l.written.end(), u8(0));
   const bool reversed = getenv("STAND_IN_ORDER") && !strcmp(getenv("STAND_IN_ORDER"), "reversed");
   for (volatile u64 before = ~u64(0); block.alive;) {
-    if (before == l.progress) {
+    if (before == l.progress + l.waits) {
       for (Thread& t : threads)
         if (!t.ended) fault(t, t.line, "waits for %s, and so does every other thread that has not ended (%u of %u)", t.waits, block.alive, count);
     }
-    before = l.progress;
+    before = l.progress + l.waits;
     for (volatile u32 i = 0; i < count; ++i) {
       Thread& t = threads[reversed ? count - 1 - i : i];
       if (t.ended || _setjmp(l.scheduler)) continue;

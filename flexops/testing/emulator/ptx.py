@@ -536,6 +536,9 @@ class Kernel:
             f"put({register(operands[0])}, {found if mods[1] == 'ballot' else f'bool({found})'});"
         )
 
+    def do_activemask(self, _: list[str], operands: list[str]) -> str:
+        return f"put({register(operands[0])}, activemask(t, {self.line}));"
+
     def do_match(self, mods: list[str], operands: list[str]) -> str:
         if mods[0] != "any":
             raise UnknownPtx("match")
