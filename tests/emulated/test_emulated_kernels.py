@@ -281,8 +281,8 @@ def test_a_source_with_torchs_headers_computes_without_nvcc(tmp_path, host_compi
     (tmp_path / "people.cu").write_text(SOURCE)
     c_library(host_compiler.path, tmp_path / "libc10_cuda.so", "/dev/null")
     stand_in_driver.build(tmp_path, host_compiler)
-    made = settings.current().cache_dir / "emulated"
-    made.mkdir(exist_ok=True)
+    made = tmp_path / "emulated"
+    made.mkdir()
     ptx = str(REPOSITORY / "flexops/testing/emulator/ptx.py")
     known = {
         "STAND_IN_GPUS": "80",

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import flexops
+from flexops import settings
+from flexops.build.load import loader
 from flexops.testing import EmulationError, emulate
 from flexops.testing.emulator import ptx
 
@@ -74,6 +76,22 @@ def test_what_is_not_emulated_has_a_fix():
                            block=1, options=["-DNDEBUG"])  # fmt: skip
     emulate(quiet, x)
     assert x[0] == 2
+
+
+@pytest.mark.usefixtures("host_compiler")
+def test_what_was_compiled_is_within_the_bound_of_the_cache(cache_dir, monkeypatch):
+    for number in range(2):
+        source = f"__global__ void fill(float* x) {{ *x = {number + 1}; }}"
+        schema = f"emulated::fill{number}(Tensor(a!) x) -> ()"
+        x = torch.zeros(1)
+        emulate(flexops.kernel(source, schema, name="fill", grid=1, block=1), x)
+        assert x == number + 1
+        cache = loader.open_cache(settings.current())
+        assert cache.info().size <= cache.max_bytes
+        (entry,) = cache.entries(("emulated",))
+        assert list((cache_dir / "emulated").iterdir()) == [entry.directory]
+        monkeypatch.setenv("FLEXOPS_CACHE_MAX_SIZE", str(entry.size + 100))
+        settings.current.cache_clear()
 
 
 @pytest.mark.usefixtures("host_compiler")

@@ -22,6 +22,9 @@ import torch
 
 from flexops import _torch, settings, toolchain
 from flexops.build.compile.diagnose import diagnose
+from flexops.build.store.entry import Entry
+from flexops.build.store.manifest import Manifest, file_crc32
+from flexops.build.store.opening import open_cache
 from flexops.errors import FlexopsError
 from flexops.kernels import launch, limits
 from flexops.kernels.code import KernelCode
@@ -30,6 +33,8 @@ from flexops.kernels.definition import Kernel
 from . import ptx
 
 ARCHITECTURE = "compute_80"
+_NAME = "emulated"
+"""Of entries of the build cache."""
 _WORDS = struct.Struct("=" + launch.CONFIG)
 _ERROR_BYTES = 2048
 
@@ -163,15 +168,14 @@ def translated(code: Path, symbol: str) -> Loaded:
     Raises:
         EmulationError: it has an instruction that is not emulated, or g++ failed.
         ToolchainError: there is no g++.
+        CacheError: the build cache cannot be written.
     """
     tools = toolchain.discover(settings.current(), device="cpu")
     if lacking := toolchain.missing(tools, "cpu"):
         raise lacking
     assert tools.host is not None
-    folder = settings.current().cache_dir / "emulated"
-    folder.mkdir(parents=True, exist_ok=True)
     try:
-        library = ptx.compile_library(code, folder, str(tools.host.path))
+        entry = _obtain(ptx.read(code), symbol, str(tools.host.path))
     except ptx.UnknownPtx as error:
         raise EmulationError(
             f"{symbol} cannot be emulated",
@@ -183,7 +187,36 @@ def translated(code: Path, symbol: str) -> Loaded:
         cause = diagnose(str(error))
         what = f"{symbol} cannot be emulated: {cause.cause}"
         raise EmulationError(what, found=cause.error, fix=cause.fix) from None
-    return Loaded(ctypes.CDLL(str(library)).emulate, symbol, library.with_suffix(".ptx"))
+    return Loaded(ctypes.CDLL(str(entry.library)).emulate, symbol, code)
+
+
+def _obtain(text: str, symbol: str, compiler: str) -> Entry:
+    """The entry of the build cache with the library of a PTX text; it is made if it is missing."""
+    cache, key = open_cache(settings.current()), ptx.digest(text, compiler)
+    if entry := cache.read(_NAME, key):
+        return entry
+    cache.require_writable()
+    with cache.compile_lock(f"{_NAME}-{key}"), cache.workspace() as workspace:
+        if entry := cache.read(_NAME, key):
+            return entry
+        library = workspace / "kernel" / "kernel.so"
+        library.parent.mkdir()
+        ptx.compile_library(text, library, compiler)
+        manifest = Manifest(
+            name=_NAME,
+            key=key,
+            base=key,
+            device="cpu",
+            library=library.name,
+            size=library.stat().st_size,
+            crc32=file_crc32(library),
+            torch_abi="",
+            symbol=symbol,
+            compiler=compiler,
+        )
+        entry = cache.store(library.parent, manifest)
+    cache.prune(keep=(entry.directory,))
+    return entry
 
 
 def run(
@@ -269,8 +302,12 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _source_line(path: Path, line: int) -> str:
-    """The place in the source that an instruction of the PTX belongs to."""
-    text = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    """The place in the source that an instruction of the PTX belongs to, if the PTX is there
+    still."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
     files: dict[str, str] = {
         match[1]: match[2]
         for one in text

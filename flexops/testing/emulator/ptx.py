@@ -1,9 +1,9 @@
 """Translates PTX, as NVRTC makes it, to C++ and compiles that: ``python ptx.py FOLDER KERNEL.ptx``
-prints the path of the library. Standard library only: it runs as a script, too.
+prints the path of the library, which is kept in FOLDER. Standard library only: it runs as a script,
+too.
 
 Each instruction becomes one statement, each register a local variable, a label a label; device.h is
-what the statements call. A library is kept in FOLDER under a digest of all that it is made of. An
-instruction that is not known here is an error which names it.
+what the statements call. An instruction that is not known here is an error which names it.
 """
 
 from __future__ import annotations
@@ -780,41 +780,51 @@ extern "C" int emulate(const char* symbol, const char* source, const Dim* grid, 
 """
 
 
-def compile_library(source: Path, folder: Path, compiler: str) -> Path:
-    """The library of a PTX file; it is made if it is missing.
+def digest(text: str, compiler: str) -> str:
+    """Of all that decides the library of a PTX text."""
+    here = Path(__file__)
+    own = (path.read_text() for path in (here, here.with_name("device.h")))
+    parts = [text, *own, _output([compiler, "--version"])]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def compile_library(text: str, library: Path, compiler: str) -> None:
+    """Translate a PTX text and compile it.
 
     Raises:
         UnknownPtx: an instruction is not emulated.
         CompilerError: the compiler failed.
     """
-    text = source.read_text().rstrip("\0")
-    header = Path(__file__).with_name("device.h")
-    parts = [
-        text,
-        Path(__file__).read_text(),
-        header.read_text(),
-        _output([compiler, "--version"]),
+    source = library.with_suffix(".cpp")
+    source.write_text(translate(text))
+    flags = [
+        "-std=c++17",
+        "-O0",
+        "-fwrapv",
+        "-fno-strict-aliasing",
+        "-ffp-contract=off",
+        "-frounding-math",
+        "-U_FORTIFY_SOURCE",
+        "-w",
+        "-fPIC",
+        "-shared",
     ]
-    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    library = folder / f"{name}.so"
+    _output([compiler, *flags, "-I", str(Path(__file__).parent), str(source), "-o", str(library)])
+    source.unlink()
+
+
+def read(code: Path) -> str:
+    return code.read_text().rstrip("\0")
+
+
+def main(folder: Path, code: Path, compiler: str) -> Path:
+    """The library of a PTX file in a folder, with the PTX beside it."""
+    text = read(code)
+    library = folder / f"{digest(text, compiler)}.so"
     if not library.exists():
-        (folder / f"{name}.ptx").write_text(text)
-        (folder / f"{name}.cpp").write_text(translate(text))
-        flags = [
-            "-std=c++17",
-            "-O0",
-            "-fwrapv",
-            "-fno-strict-aliasing",
-            "-ffp-contract=off",
-            "-frounding-math",
-            "-U_FORTIFY_SOURCE",
-            "-w",
-            "-fPIC",
-            "-shared",
-        ]
-        made = folder / f"{name}.{os.getpid()}.so"
-        made_from = folder / f"{name}.cpp"
-        _output([compiler, *flags, "-I", str(header.parent), str(made_from), "-o", str(made)])
+        library.with_suffix(".ptx").write_text(text)
+        made = folder / f"{library.stem}.{os.getpid()}.so"
+        compile_library(text, made, compiler)
         made.rename(library)
     return library
 
@@ -827,4 +837,4 @@ def _output(command: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    print(compile_library(Path(sys.argv[2]), Path(sys.argv[1]), os.environ.get("CXX", "g++")))
+    print(main(Path(sys.argv[1]), Path(sys.argv[2]), os.environ.get("CXX", "g++")))
