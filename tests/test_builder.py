@@ -1175,6 +1175,22 @@ def test_a_package_has_a_name_of_its_own(name, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_package_that_is_there_is_whole(tmp_path, monkeypatch):
+    """A command that is killed while it writes can be run again."""
+    made, renamed, seen = tmp_path / "other", new._renamed, []
+
+    def look(*given: str) -> str:
+        seen.append(made.exists())
+        return renamed(*given)
+
+    monkeypatch.setattr(new, "_renamed", look)
+    files = new.write("other", "scale", tmp_path)
+    assert seen
+    assert not any(seen)
+    assert list(tmp_path.iterdir()) == [made]
+    assert all(path.is_file() for path in files)
+
+
 FORMULA = ("* factor", "grad, ctx.factor", "* 0.3", "for (int64_t i")
 
 

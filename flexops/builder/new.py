@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 from ..build.describe import layout
@@ -18,7 +19,8 @@ or newer has no setuptools."""
 
 
 def write(name: str, family: str, where: Path) -> list[Path]:
-    """Write the package ``name`` with one family into ``where/name``; returns its files.
+    """Write the package ``name`` with one family into ``where/name``, whole or not at all; returns
+    its files.
 
     Raises:
         FlexopsError: a name is none, or there is something already.
@@ -46,19 +48,23 @@ def write(name: str, family: str, where: Path) -> list[Path]:
         )
     template = layout.example_root()
     written = []
-    for path in sorted(template.rglob("*")):
-        relative = path.relative_to(template)
-        if (
-            path.is_file()
-            and not {"__pycache__", "_aot", "build"}.intersection(relative.parts)
-            and path.suffix != ".pyc"
-        ):
-            target = root / _renamed(str(relative), name, family)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(
-                _renamed(path.read_text(encoding="utf-8"), name, family), encoding="utf-8"
-            )
-            written.append(target)
+    with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=where) as folder:
+        made = Path(folder, name)
+        for path in sorted(template.rglob("*")):
+            relative = path.relative_to(template)
+            if (
+                path.is_file()
+                and not {"__pycache__", "_aot", "build"}.intersection(relative.parts)
+                and path.suffix != ".pyc"
+            ):
+                place = _renamed(str(relative), name, family)
+                target = made / place
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(
+                    _renamed(path.read_text(encoding="utf-8"), name, family), encoding="utf-8"
+                )
+                written.append(root / place)
+        made.rename(root)
     return written
 
 
