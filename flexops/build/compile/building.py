@@ -189,7 +189,7 @@ def _build(
     """Build; what then is not known to be of today's files once more, with all of them known."""
     before = edits.Before(plans, known or ())
     sources = {plan.name: cache_key.source_digests(plan) for plan in plans}
-    started = time.time()
+    started = time.monotonic()
     unclear: dict[str, list[str]] = {}
     try:
         with cache.workspace() as workspace:
@@ -198,7 +198,7 @@ def _build(
                 plan.name: objects.restore(plan, workspace / plan.name, cache) for plan in keepers
             }
             outcome = _compile(plans, workspace, progress, debug)
-            seconds = time.time() - started
+            seconds = time.monotonic() - started
             for plan in keepers:
                 folder, mine = workspace / plan.name, sources[plan.name]
                 objects.keep(plan, folder, cache, mine, before, restored[plan.name])

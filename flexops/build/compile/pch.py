@@ -218,7 +218,8 @@ def _order(
 
 def _sensible(pch: PrecompiledHeader, cache: BuildCache) -> bool:
     try:
-        if time.time() - pch.directory.with_suffix(".failed").stat().st_mtime < _RETRY_SECONDS:
+        failed = pch.directory.with_suffix(".failed").stat().st_mtime
+        if abs(time.time() - failed) < _RETRY_SECONDS:  # one of the future is of another clock
             return False
     except OSError:
         pass  # it has never failed

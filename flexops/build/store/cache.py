@@ -452,7 +452,8 @@ class BuildCache:
 
     def entries(self, prefixes: tuple[str, ...] = ("",)) -> list[Entry]:
         """Every readable entry (whose name begins like one of ``prefixes``), the least recently
-        used first."""
+        used first. One that was used in the future, by another clock, counts as never used."""
+        latest = time.time() + _ABANDONED_SECONDS
         names = [
             path
             for path in _subdirectories(self.root)
@@ -460,7 +461,7 @@ class BuildCache:
         ]
         return sorted(
             (entry for name in names for entry in self._entries(name)),
-            key=lambda entry: entry.last_used,
+            key=lambda entry: used if (used := entry.last_used) < latest else 0.0,
         )
 
     def _entries(self, directory: Path) -> Iterator[Entry]:

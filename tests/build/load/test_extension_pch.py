@@ -168,6 +168,19 @@ def test_headers_of_other_flags_make_room(tmp_path, cache, monkeypatch):
     assert f"-include {new}/" in command(cache, "second")
 
 
+def test_a_failure_is_not_repeated_for_a_day_by_any_clock(tmp_path, cache):
+    assert load(tmp_path, "first", []) == 5
+    (made,) = headers(cache)
+    shutil.rmtree(made)
+    failed = made.with_suffix(".failed")
+    failed.touch()
+    assert load(tmp_path, "soon", []) == 5
+    assert headers(cache) == []
+    os.utime(failed, (time.time() + 30 * 86400,) * 2)  # the clock was ahead
+    assert load(tmp_path, "later", []) == 5
+    assert headers(cache) == [made]
+
+
 @pytest.mark.extra
 def test_processes_that_need_one_at_once_make_one(tmp_path, cache):
     code = (

@@ -219,6 +219,14 @@ def test_the_least_recently_used_goes_first(cache, plan):
     )
 
 
+def test_what_a_clock_that_was_ahead_left_goes_first(cache, plan):
+    """Else each new entry would go as soon as there is another one."""
+    entries = [add(cache, plan, b"x" * 1000, header=str(number)) for number in range(3)]
+    for entry, seconds in zip(entries, (1000, -30 * 86400, 10), strict=True):
+        aged(entry, seconds)
+    assert cache.prune(max_bytes=2 * entries[0].size + 10) == [entries[1]]
+
+
 def test_prune_within_the_bound_removes_nothing(cache, plan):
     add(cache, plan)
     assert cache.prune() == []
