@@ -219,13 +219,27 @@ class _Claims:
         return self.remote.claim(self.cache, name, digest, value, replace=tag)
 
     def _claim(self) -> dict[str, Any]:
-        by = f"{socket.gethostname()}:{os.getpid()}:{os.urandom(6).hex()}"
+        by = f"{_machine()}:{os.getpid()}:{os.urandom(6).hex()}"
         return {"until": time.time() + self.seconds, "by": by}
 
 
 def _is_held(claim: dict[str, Any]) -> bool:
     until = claim.get("until")
-    return isinstance(until, int | float) and until > time.time() and not claim.get("failed")
+    in_time = isinstance(until, int | float) and until > time.time()
+    return in_time and not claim.get("failed") and not _is_dead(str(claim.get("by")))
+
+
+def _is_dead(by: str) -> bool:
+    """Whether a claim is that of a process of this machine that has ended, killed perhaps."""
+    machine, _, process = by.rpartition(":")[0].rpartition(":")
+    return process.isdecimal() and machine == _machine() and not os.path.exists(f"/proc/{process}")
+
+
+def _machine() -> str:
+    """The same for processes that see each other: containers of one host may have its name."""
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()}:{os.stat('/proc/self/ns/pid').st_ino}"
+    return os.urandom(6).hex()
 
 
 def _naps(seconds: float) -> Iterator[None]:

@@ -24,7 +24,7 @@ from remote_machines import claim
 
 from flexops.build.compile import building
 from flexops.build.plan import cache_key
-from flexops.build.store import cache_archive, counters, remote
+from flexops.build.store import cache_archive, counters, election, remote
 from flexops.build.store.cache import BuildCache
 from flexops.build.store.remote import Remote
 
@@ -420,6 +420,22 @@ def test_a_claim_that_has_expired_or_failed_blocks_no_process(value, machines, o
     assert bad
     there = opened("s3://bucket")
     claim(there, machines, **value)
+    assert answer(machines.obtain("first", there).library) == 42
+
+
+def test_a_process_of_this_machine_that_has_ended_is_not_waited_for(
+    tmp_path, machines, opened, wait
+):
+    """A command that is run again after it was killed starts at once."""
+    wait(1000)
+    there = opened(f"file://{tmp_path}/store")
+    mine = election._Claims(there, machines.cache("claiming", there), 1000)._claim()
+    assert election._is_held(mine)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    theirs = mine | {"by": mine["by"].replace(f":{os.getpid()}:", f":{ended.pid}:")}
+    assert election._is_held(theirs | {"by": f"other-{theirs['by']}"})
+    claim(there, machines, **theirs)
     assert answer(machines.obtain("first", there).library) == 42
 
 
