@@ -9,6 +9,7 @@ Missing, that is a skip which names the way to get it, and a failure where
 from __future__ import annotations
 
 import functools
+import gc
 import getpass
 import importlib.util
 import os
@@ -49,6 +50,7 @@ _missing: dict[str, str] = {}
 def pytest_configure(config: pytest.Config) -> None:
     """Before anything reads the settings: only what the tests set counts, and nothing of the user's
     cache is used or changed."""
+    gc.disable()  # until pytest_collection_finish
     for name in list(os.environ):
         if name in _CLEARED or (name.startswith("FLEXOPS_") and not name.startswith(_KEPT_PREFIX)):
             del os.environ[name]
@@ -149,6 +151,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     for item in marked:
         item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now lives to the end. To look for garbage in it, as often as Python does,
+    took a tenth of a run."""
+    gc.freeze()
+    gc.set_threshold(10_000)
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -85,9 +85,19 @@ LONG = ("attention", "few_rows", "int4_linear", "kvcache_attention")
 """Their rare kernels take minutes: by the oldest compiler only, which the default run leaves out.
 It compiles them to PTX, since what they are made of is in the others as well, and takes bfloat16's
 alone: float16's are the same but for the name of a type, of which other families show both."""
-TWICE = (*LONG, "activation", "gated_norm", "int4_few_rows", "norm")
+TWICE = (
+    *LONG,
+    "activation",
+    "few_rows_chain",
+    "fp8_linear",
+    "gated_norm",
+    "grouped_linear",
+    "int4_few_rows",
+    "norm",
+    "norm_backward",
+)
 """Families of which the default run takes bfloat16's kernels alone, for the same reason: the others
-are seconds each."""
+are a second or two each."""
 
 
 @pytest.mark.parametrize(("version", "architecture"), first_of((NEWEST, "9.0"), (OLDEST, "7.5")))
