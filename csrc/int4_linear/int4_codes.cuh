@@ -133,15 +133,35 @@ using hopper::cluster_leave;
 using hopper::cluster_load;
 using hopper::cluster_sync;
 
-/// Adds the parts of a sum, `depth` in each block of a cluster, in a fixed order, and writes them
-/// with the bias. `parts`: [depth][tokens][stride], rows of W beside each other. `tokens`, `lines`:
-/// the block's, as the threads that call it.
+/// Writes the results of a row of x and four rows of W, from `n` on, with the bias.
 template <class T>
-FLEXOPS_DEVICE void add_sums(const Params& p, int rank, const float* parts, int depth, int stride,
-                             int tokens, int lines, int first_token, int first_line, int threads) {
+FLEXOPS_DEVICE void write_quad(const Params& p, int token, int n, const float4& sum) {
+  float total[4] = {sum.x, sum.y, sum.z, sum.w};
+  T* const out = static_cast<T*>(p.out) + static_cast<i64>(token) * p.n + n;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (p.bias && n + j < p.n) total[j] += to_float(static_cast<const T*>(p.bias)[n + j]);
+  }
+  if (n + 4 <= p.n && p.n % 4 == 0) {
+    *reinterpret_cast<uint2*>(out) = {pack2<T>(total[0], total[1]), pack2<T>(total[2], total[3])};
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (n + j < p.n) out[j] = from_float<T>(total[j]);
+  }
+}
+
+/// Adds the parts of a sum, `depth` in each of a cluster's blocks, in a fixed order, and writes
+/// them with the bias. `parts`: [depth][tokens][stride], rows of W beside each other. `tokens`,
+/// `lines`: the block's, as the threads that call it.
+template <class T>
+FLEXOPS_DEVICE void add_sums(const Params& p, int rank, int cluster, const float* parts, int depth,
+                             int stride, int tokens, int lines, int first_token, int first_line,
+                             int threads) {
   const int quads = lines / 4, present = min(p.m - first_token, tokens);
   for (int i = static_cast<int>(threadIdx.x) + threads * rank; i < present * quads;
-       i += threads * p.cluster) {
+       i += threads * cluster) {
     const int token = i / quads, line = i % quads * 4, n = first_line + line;
     float total[4] = {};
     for (int d = 0; d < depth; ++d) {
@@ -150,35 +170,23 @@ FLEXOPS_DEVICE void add_sums(const Params& p, int rank, const float* parts, int 
       float4 part[hopper::kMostClusterBlocks];
 #pragma unroll
       for (int other = 0; other < hopper::kMostClusterBlocks; ++other) {
-        if (other < p.cluster) part[other] = p.cluster > 1 ? cluster_load(from, other) : *from;
+        if (other < cluster) part[other] = cluster > 1 ? cluster_load(from, other) : *from;
       }
 #pragma unroll
       for (int other = 0; other < hopper::kMostClusterBlocks; ++other) {
-        if (other >= p.cluster) break;
+        if (other >= cluster) break;
         total[0] += part[other].x, total[1] += part[other].y;
         total[2] += part[other].z, total[3] += part[other].w;
       }
     }
-    T* const out = static_cast<T*>(p.out) + static_cast<i64>(first_token + token) * p.n + n;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (p.bias && n + j < p.n) total[j] += to_float(static_cast<const T*>(p.bias)[n + j]);
-    }
-    if (n + 4 <= p.n && p.n % 4 == 0) {
-      *reinterpret_cast<uint2*>(out) = {pack2<T>(total[0], total[1]), pack2<T>(total[2], total[3])};
-      continue;
-    }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (n + j < p.n) out[j] = from_float<T>(total[j]);
-    }
+    write_quad<T>(p, first_token + token, n, {total[0], total[1], total[2], total[3]});
   }
 }
 /// The same once all blocks of the cluster have stored theirs; none goes on before all have read.
 template <class T, class... Rest>
-FLEXOPS_DEVICE void write_sums(const Params& p, Rest... rest) {
+FLEXOPS_DEVICE void write_sums(const Params& p, int rank, Rest... rest) {
   if (p.cluster > 1) cluster_sync();
-  add_sums<T>(p, rest...);
+  add_sums<T>(p, rank, p.cluster, rest...);
   if (p.cluster > 1) cluster_leave();
 }
 

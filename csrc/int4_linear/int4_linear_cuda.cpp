@@ -21,8 +21,8 @@ using int4::Params;
 struct Plan {
   int first;    // warps beside each other along n, 2 or 8; or wgmma's rows of x, 16 to 256; or 22,
                 // 24, 14 or 17: the kernel of up to 16 rows, teams and tiles of rows of a block
-  int second;   // warps of a block; or consumer warpgroups that share the columns; or stages,
-                // an even number
+  int second;   // warps of a block; or consumer warpgroups that share the columns, or 7: blocks of
+                // a cluster of two share rows; or stages, an even number
   int cluster;  // blocks that share the columns
 };
 
@@ -60,6 +60,13 @@ Plan choose_hopper(const Int4Product& c, int processors) {
       const int64_t cost = waves * chunks * chunk / depth;
       if (cost < least_cost) least_cost = cost, best = {tokens, depth, cluster};
     }
+  }
+  if (tokens >= 64) {  // three and a half times 64 rows to a block
+    const int64_t count = ceil_div(c.weight.tiles_n, int64_t{int4::kSharingTiles}) *
+                          ceil_div(c.m, tokens),
+                  cost = ceil_div(count, clusters_of(2, processors)) * c.weight.tiles_k * 7 /
+                         (2 * int4::hopper_groups(tokens));
+    if (cost < least_cost) best = {tokens, 7, 2};
   }
   return best;
 }
@@ -172,36 +179,51 @@ void launch_sixteen(const Params& p, const Plan& plan, void* stream) {
            : launch_sixteen<T, 2, kTeams, kTiles>(p, plan, stream);
 }
 
-template <class T, int kN, int kDepth, bool kSmall>
+template <class T, int kN, int kDepth, bool kSmall, bool kShared>
 void launch_hopper(Params& p, const KernelOf<int4::HopperParams>& hopper_kernel, void* stream) {
   using Layout = int4::HopperLayout<kN, kDepth, kSmall>;
-  constexpr unsigned kTiles = Layout::kTiles, kChunk = Layout::kChunk;
-  const auto numbers = [&](const void* of) {
-    return map_words(of ? of : p.scales, p.tiles_n, 1, int64_t{p.groups} * 8, kTiles, 1,
+  // Tiles of rows: of the last warpgroup, and of the others.
+  constexpr unsigned kChunk = Layout::kChunk, kLast = kShared ? 4 : 0,
+                     kOwn = Layout::kTiles - kLast;
+  const auto words = [&](unsigned rows) {
+    return map_words(p.packed, p.tiles_n, p.tiles_k, 128, rows, kChunk, 128);
+  };
+  const auto numbers = [&](const void* of, unsigned rows) {
+    return map_words(of ? of : p.scales, p.tiles_n, 1, int64_t{p.groups} * 8, rows, 1,
                      (kChunk * 64 >> p.group_shift) * 8);
   };
+  int4::HopperParams params = {};
+  params.p = p;
+  params.x = map_matrices(std::is_same_v<T, bf16> ? Dtype::bf16 : Dtype::f16, p.x, 1, p.m, p.k, p.k,
+                          0, kN);
+  params.words = words(kOwn);
+  params.scales = numbers(p.scales, kOwn), params.zeros = numbers(p.zeros, kOwn);
+  if constexpr (kShared) {
+    params.last_words = words(kLast);
+    params.last_scales = numbers(p.scales, kLast), params.last_zeros = numbers(p.zeros, kLast);
+  }
+  const int64_t clusters = ceil_div(p.tiles_n, kShared ? int4::kSharingTiles : kOwn);
   launch(hopper_kernel,
-         config_of(ceil_div(p.tiles_n, kTiles) * ceil_div(p.m, kN) * p.cluster,
-                   int4::hopper_threads(kN), Layout::kBytes, p.cluster, stream),
-         int4::HopperParams{p,
-                            map_matrices(std::is_same_v<T, bf16> ? Dtype::bf16 : Dtype::f16, p.x, 1,
-                                         p.m, p.k, p.k, 0, kN),
-                            map_words(p.packed, p.tiles_n, p.tiles_k, 128, kTiles, kChunk, 128),
-                            numbers(p.scales), numbers(p.zeros)});
+         config_of(clusters * ceil_div(p.m, kN) * p.cluster, int4::hopper_threads(kN),
+                   Layout::kBytes, p.cluster, stream),
+         params);
 }
 
-template <class T, int kN, int kDepth>
+template <class T, int kN, int kDepth, bool kShared = false>
 void launch_hopper(Params& p, void* stream) {
   p.token_tiles = static_cast<int>(ceil_div(p.m, kN));
   if (p.group_shift == 5)
-    return launch_hopper<T, kN, kDepth, true>(
-        p, rare_kernel<int4::many_rows_hopper<T, kN, kDepth, true>>, stream);
-  launch_hopper<T, kN, kDepth, false>(p, kernel<int4::many_rows_hopper<T, kN, kDepth, false>>,
-                                      stream);
+    return launch_hopper<T, kN, kDepth, true, kShared>(
+        p, rare_kernel<int4::many_rows_hopper<T, kN, kDepth, true, kShared>>, stream);
+  launch_hopper<T, kN, kDepth, false, kShared>(
+      p, kernel<int4::many_rows_hopper<T, kN, kDepth, false, kShared>>, stream);
 }
 
 template <class T, int kN>
 void launch_hopper(Params& p, const Plan& plan, void* stream) {
+  if constexpr (kN >= 64) {
+    if (plan.second == 7) return launch_hopper<T, kN, 1, true>(p, stream);
+  }
   if (plan.second == 4) return launch_hopper < T, kN, kN<64 ? 4 : 2>(p, stream);
   if (plan.second == 2) return launch_hopper<T, kN, 2>(p, stream);
   launch_hopper<T, kN, 1>(p, stream);
@@ -226,6 +248,7 @@ void launch_product(const Int4Product& c, const Plan& plan, void* stream) {
   if (plan.first == 32) return launch_hopper<T, 32>(p, plan, stream);
   if (plan.first == 64) return launch_hopper<T, 64>(p, plan, stream);
   if (plan.first == 128) return launch_hopper<T, 128>(p, plan, stream);
+  if (plan.second == 7) return launch_hopper<T, 256, 1, true>(p, stream);
   launch_hopper<T, 256, 1>(p, stream);
 }
 

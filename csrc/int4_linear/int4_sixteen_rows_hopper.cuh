@@ -205,18 +205,23 @@ __global__ void __launch_bounds__(32 * kSixteenTeam * kTeams, 2 / kTeams)
   float* const sums = reinterpret_cast<float*>(staged + at.sums);
 #pragma unroll 1
   for (int i = thread; i < min(p.m, 8 * kTokens) * 4 * kTiles; i += kThreads) {
-    const int place = i / (4 * kTiles) * Layout::kStride + i % (4 * kTiles) * 4;
+    const int token = i / (4 * kTiles), line = i % (4 * kTiles) * 4,
+              place = token * Layout::kStride + line;
     float4 sum = {};
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
       const float4 part = *reinterpret_cast<const float4*>(parts + w * kPart + place);
       sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
     }
-    *reinterpret_cast<float4*>(sums + place) = sum;
+    if (p.cluster > 1) {
+      *reinterpret_cast<float4*>(sums + place) = sum;
+    } else {
+      write_quad<T>(p, token, block * 16 * kTiles + line, sum);
+    }
   }
-  if (p.cluster == 1) __syncthreads();
-  write_sums<T>(p, rank, sums, 1, Layout::kStride, 8 * kTokens, 16 * kTiles, 0, block * 16 * kTiles,
-                kThreads);
+  if (p.cluster > 1)
+    write_sums<T>(p, rank, sums, 1, Layout::kStride, 8 * kTokens, 16 * kTiles, 0,
+                  block * 16 * kTiles, kThreads);
 }
 
 }  // namespace flexops::int4
