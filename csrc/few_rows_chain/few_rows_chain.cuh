@@ -16,6 +16,10 @@ namespace flexops::chain {
 
 inline constexpr int kMostPhases = 6;
 inline constexpr int kChunk = 8, kStages = 2;  // tiles of a stage, and stages of a warp's ring
+/// Stages that the next phase's weights may take before its x has arrived: x would arrive behind
+/// them. kBorder: once this phase's results are written.
+inline constexpr int kEarly = 1, kBorder = 1;
+inline constexpr bool kOnArrival = true;
 
 struct Phase {
   int4::FewParams::Weight weights[few_rows::kMaxWeights];
@@ -66,32 +70,6 @@ FLEXOPS_DEVICE u64 arrived(const u64* counter) {
   return value;
 }
 
-/// Where a warp is among the chunks of its block: number f of all phases' is warp f % warps'.
-template <int kWarps>
-struct Cursor {
-  int phase, row, chunk, rows;
-
-  FLEXOPS_DEVICE static int rows_of(const Phase& phase, int block) {
-    return (phase.each + (block < phase.longer ? 1 : 0)) * (phase.activation ? 2 : 1);
-  }
-  FLEXOPS_DEVICE Cursor(const Params& p, int warp, int block)
-      : phase(0), row(0), chunk(warp), rows(rows_of(p.phases[0], block)) {
-    settle(p, block);
-  }
-  FLEXOPS_DEVICE void next(const Params& p, int block) { chunk += kWarps, settle(p, block); }
-  /// In a word, whose upper bits say which row tile: at most 8 phases, 2^17 rows, 2^12 chunks.
-  FLEXOPS_DEVICE u32 packed() const { return phase << 29 | row << 12 | chunk; }
-  FLEXOPS_DEVICE void settle(const Params& p, int block) {
-    while (phase < p.count) {
-      const int chunks = p.phases[phase].chunks;
-      while (chunk >= chunks) chunk -= chunks, ++row;
-      if (row < rows) return;
-      chunk += (row - rows) * chunks, row = 0;
-      if (++phase < p.count) rows = rows_of(p.phases[phase], block);
-    }
-  }
-};
-
 /// A row tile: which weight, and its tile; as int4::FewTile.
 struct Tile {
   int which, tile;
@@ -103,6 +81,52 @@ struct Tile {
     tile = block + row * blocks, which = 0;
     if (p.count > 1 && tile >= p.weights[0].end) which = tile >= p.weights[1].end ? 2 : 1;
     if (which > 0) tile -= p.weights[which - 1].end;
+  }
+};
+
+/// Row tiles of a block.
+FLEXOPS_DEVICE int rows_of(const Phase& phase, int block) {
+  return (phase.each + (block < phase.longer ? 1 : 0)) * (phase.activation ? 2 : 1);
+}
+
+/// The chunks that a warp copies: number f of all phases' is warp f % kWarps'. Each lane plans one
+/// of the next 32.
+template <int kWarps, bool kSmall>
+struct Plan {
+  static constexpr u32 kNone = ~0u;
+  u32 where;  // at most 6 phases, 2^17 rows, 2^12 chunks: where_of()
+  int tiles, vectors;
+  const u8* words;
+  u64 scales, zeros;  // addresses
+
+  FLEXOPS_DEVICE static u32 where_of(int phase, int row, int chunk) {
+    return static_cast<u32>(phase) << 29 | row << 12 | chunk;
+  }
+  FLEXOPS_DEVICE Plan(const Params& p, int number, int block, int blocks) {
+    where = kNone, tiles = vectors = 0, words = nullptr, scales = zeros = 0;
+    int at = 0;
+#pragma unroll 1
+    for (; at < p.count; ++at) {
+      const int count = rows_of(p.phases[at], block) * p.phases[at].chunks;
+      if (number < count) break;
+      number -= count;
+    }
+    if (at == p.count) return;
+    const Phase& phase = p.phases[at];
+    const int row = static_cast<int>(static_cast<u32>(number) / static_cast<u32>(phase.chunks)),
+              chunk = number - row * phase.chunks;
+    const Tile tile(phase, row, block, blocks);
+    const int first = chunk * kChunk;
+    const auto groups_of = [&](int count) {
+      return kSmall ? 2 * count : count >> (phase.group_shift - 6);
+    };
+    const i64 numbers = static_cast<i64>(tile.tile * phase.groups + groups_of(first)) * 16;
+    const int4::FewParams::Weight& weight = phase.weights[tile.which];
+    where = where_of(at, row, chunk);
+    tiles = min(kChunk, phase.tiles_k - first), vectors = 2 * groups_of(tiles);
+    words = weight.packed + (static_cast<i64>(tile.tile) * phase.tiles_k + first) * 512;
+    scales = reinterpret_cast<u64>(weight.scales + numbers);
+    if (weight.zeros) zeros = reinterpret_cast<u64>(weight.zeros + numbers);
   }
 };
 
@@ -205,11 +229,12 @@ struct Lane {
     const u32* const scales = reinterpret_cast<const u32*>(stage + kChunk * 512) + g;
     const int there = kSmall ? 2 * left : left;
     units += chunk * kUnits * kRows + token;
+    int parts[kUnits / kSlots][4] = {};
 #pragma unroll
-    for (int first = 0; first < kUnits; first += kSlots) {
-      int part[4] = {};
+    for (int j = 0; j < kSlots; ++j) {
 #pragma unroll
-      for (int j = 0; j < kSlots; ++j) {
+      for (int first = 0; first < kUnits; first += kSlots) {
+        int(&part)[4] = parts[first / kSlots];
         const int unit = first + j, tile = kSmall ? unit / 2 : unit;
         const u8* const from = slot == j ? x + chunk * kChunk * 128 + tile * 128 : nothing;
         if constexpr (kSmall) {
@@ -222,10 +247,13 @@ struct Lane {
           mma_codes(part, all.z, all.w, right.z, right.w);
         }
       }
+    }
+#pragma unroll
+    for (int first = 0; first < kUnits; first += kSlots) {
+      const int(&part)[4] = parts[first / kSlots];
       const int unit = first + own_slot, group = kSmall ? unit : unit >> (phase.group_shift - 6);
-      const bool inside = unit < there;
-      const u32 scale = inside ? scales[group * 8] : 0,
-                zero = inside && phase.has_zeros ? scales[kUnits * 8 + group * 8] : 0;
+      const u32 read = scales[group * 8], read_zero = scales[kUnits * 8 + group * 8];
+      const u32 scale = unit < there ? read : 0, zero = unit < there ? read_zero : 0;
       const Unit of_x = units[unit * kRows];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -266,39 +294,42 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
   const bool streams = warp < kWarps, meets = thread == 32 * kWarps;
   if (streams && lane < kStages) hopper::init(barriers + 8 * lane, 1), hopper::fence_init();
   __syncwarp();
-  Cursor<kWarps> ahead(p, warp, block);
-  u32 queue[kStages + 1];  // chunks that are under way, and the next one
-  const auto fetch = [&](int stage) {
-    if (ahead.phase < p.count) {
-      const Phase& phase = p.phases[ahead.phase];
-      const Tile row(phase, ahead.row, block, blocks);
-      const int4::FewParams::Weight& weight = phase.weights[row.which];
-      u8* const to = ring + stage * kStage;
-      const int tile = ahead.chunk * kChunk, tiles = min(kChunk, phase.tiles_k - tile);
-      const auto groups_of = [&](int count) {
-        return kSmall ? 2 * count : count >> (phase.group_shift - 6);
-      };
-      const u32 number = (row.tile * phase.groups + groups_of(tile)) * 16;
-      if (lane == 0) {
-        hopper::expect(barriers + 8 * stage, tiles * 512);
-        hopper::load_bytes(hopper::shared_address(to),
-                           weight.packed + static_cast<u64>(row.tile * phase.tiles_k + tile) * 512,
-                           tiles * 512, barriers + 8 * stage);
+  Plan<kWarps, kSmall> plan(p, warp + lane * kWarps, block, blocks);
+  int planned = 0, copied = 0;  // chunks of earlier plans; of this one's that are copied
+  u32 slots = plan.kNone;       // of lane i: what is in stage i
+  int free = kStages, to_fill = 0;
+  // Fills free stages up to phase `own`'s end, and `early` with what follows.
+  const auto fill = [&](int own, int early) {
+    while (free > 0) {
+      const u32 where = shuffle(plan.where, copied);
+      if (free <= kStages - early && where >> 29 != own) break;
+      if (where != plan.kNone) {
+        u8* const to = ring + to_fill * kStage;
+        if (lane == copied) {
+          hopper::expect(barriers + 8 * to_fill, plan.tiles * 512);
+          hopper::load_bytes(hopper::shared_address(to), plan.words, plan.tiles * 512,
+                             barriers + 8 * to_fill);
+        }
+        const int vectors = shuffle(plan.vectors, copied);
+        const u64 scales = shuffle(plan.scales, copied), zeros = shuffle(plan.zeros, copied);
+        if (lane < vectors) {
+          u8* const own = to + kChunk * 512 + lane * 16;
+          async_copy16(own, reinterpret_cast<const uint4*>(scales) + lane, true);
+          if (zeros)
+            async_copy16(own + kUnits * 32, reinterpret_cast<const uint4*>(zeros) + lane, true);
+        }
+        if (++copied == 32) {
+          planned += 32, copied = 0;
+          plan = {p, warp + (planned + lane) * kWarps, block, blocks};
+        }
       }
-      if (lane < 2 * groups_of(tiles)) {
-        u8* const own = to + kChunk * 512 + lane * 16;
-        async_copy16(own, weight.scales + number + lane * 8, true);
-        if (weight.zeros) async_copy16(own + kUnits * 32, weight.zeros + number + lane * 8, true);
-      }
-      ahead.next(p, block);
+      async_commit();
+      if (lane == to_fill) slots = where;
+      if (++to_fill == kStages) to_fill = 0;
+      --free;
     }
-    async_commit();
   };
-#pragma unroll
-  for (int i = 0; i < kStages; ++i) {
-    queue[i] = streams ? ahead.packed() : ~0u;
-    if (streams) fetch(i);
-  }
+  if (streams) fill(0, kEarly);
 
   u8* const rows_of_x = shared + int4::kZeroBytes;
   Unit* const units = reinterpret_cast<Unit*>(shared + p.sums);
@@ -330,7 +361,7 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
     uint4 first_gain = {};
     if (phase.norm) first_gain = gain_of(thread);
     // What is computed here costs nothing: the other blocks' results are not there yet.
-    const int in_unit = phase.activation ? 2 : 1, rows = Cursor<kWarps>::rows_of(phase, block);
+    const int in_unit = phase.activation ? 2 : 1, rows = rows_of(phase, block);
     const int sharing = min(phase.chunks, kWarps);
     struct Result {
       int column, which;  // of the weight, or -1; which one
@@ -378,6 +409,9 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
           const int i = first + j * kThreads;
           vectors[j] = i * 8 < phase.k ? load_shared_by_all(from + i) : uint4{0, 0, 0, 0};
         }
+        if (kOnArrival && streams && free > 0 && row == kRows - 1 &&
+            (vectors[0].x ^ vectors[kAtOnce - 1].w) != 0x7f8f7f81u)
+          fill(number, kStages);
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
           const int i = first + j * kThreads;
@@ -404,6 +438,7 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
         if (lane == 0) squares[8 + row * (kWarps + 1) + warp] = square;
       }
     }
+    if (streams) fill(number, kStages);
     __syncthreads();
     if (phase.norm && !streams) {  // read behind a further barrier
 #pragma unroll
@@ -416,22 +451,21 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
       const int end_row = min(first_row + phase.pass_rows, rows), results = results_of(first_row);
       if (first_row > 0) first = result_of(first_row, thread), first_added = added(first);
 #pragma unroll 1
-      while (queue[0] >> 12 < (static_cast<u32>(number) << 17 | end_row)) {
-        const int chunk = static_cast<int>(queue[0] & 0xfff);
+      while (streams) {
+        const u32 now = shuffle(slots, stage);
+        if (now >> 12 >= (static_cast<u32>(number) << 17 | end_row)) break;
+        const int row = static_cast<int>(now >> 12 & 0x1ffff), chunk = static_cast<int>(now & 0xfff);
         hopper::wait(barriers + 8 * stage, full);
         async_wait<kStages - 1>();
         __syncwarp();
         const u8* const filled = ring + stage * kStage;
         own.multiply(acc, filled, units, phase, chunk, phase.tiles_k - chunk * kChunk);
         __syncwarp();  // as in int4_few_rows
-        queue[kStages] = ahead.packed();
-        fetch(stage);
         if (++stage == kStages) stage = 0, full ^= 1;
-        const int row = static_cast<int>(queue[0] >> 12 & 0x1ffff);
-        const bool same = queue[0] >> 12 == queue[1] >> 12;
-#pragma unroll
-        for (int i = 0; i < kStages; ++i) queue[i] = queue[i + 1];
-        if (same) continue;
+        const int before = free++;
+        fill(number, kEarly);
+        if (free > before) async_commit();  // a group for each stage that is read
+        if (chunk + kWarps < phase.chunks) continue;
         own.store(parts + ((row - first_row) * sharing + chunk % kWarps) * kPart, acc);
       }
       __syncthreads();
@@ -463,6 +497,7 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
       __syncthreads();
     }
     if (meets && number + 1 < p.count) arrive(p.counter);
+    if (streams) fill(number, kBorder);
   }
 }
 
