@@ -45,10 +45,10 @@ struct Params {
 };
 
 /// Memory that other blocks of this kernel have written.
-FLEXOPS_DEVICE uint4 load_shared_by_all(const uint4* at) {
-  uint4 out;
-  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
+FLEXOPS_DEVICE uint2 load_shared_by_all(const uint2* at) {
+  uint2 out;
+  asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];"
+               : "=r"(out.x), "=r"(out.y)
                : "l"(at)
                : "memory");
   return out;
@@ -158,23 +158,29 @@ FLEXOPS_DEVICE void add_bytes(int& sum, u32 bytes) {
   asm("dp4a.s32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(bytes), "r"(0x01010101u));
 }
 
-/// Writes 8 neighbouring numbers' digits, and the unit's step and sum. By whole warps, lane after
-/// lane along the columns.
+/// The larger one's absolute value; NaN if either is.
+FLEXOPS_DEVICE float most_of(float a, float b) {
+  float out;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(out) : "f"(fabsf(a)), "f"(fabsf(b)));
+  return out;
+}
+
+/// Writes the digits of a vector's 8 numbers, and the unit's step and sum. Vectors 2 i and 2 i + 1
+/// have columns 0 to 3 and 8 to 11, and the others, of 16. By whole warps, lane after lane along
+/// the columns.
 template <bool kSmall>
 FLEXOPS_DEVICE void write_digits(u8* row, Unit* unit, const float (&x)[8], int vector) {
   constexpr int kLanes = kSmall ? 4 : 8;
-  u32 largest = 0;
+  float most = 0.0f;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) largest = max(largest, bit_cast<u32>(x[i]) & 0x7fffffffu);
+  for (int i = 0; i < 8; ++i) most = most_of(most, x[i]);
 #pragma unroll
-  for (int other = 1; other < kLanes; other *= 2)
-    largest = max(largest, shuffle_xor(largest, other));
-  const float most = bit_cast<float>(largest);
+  for (int other = 1; other < kLanes; other *= 2) most = most_of(most, shuffle_xor(most, other));
   const bool some = most > 1e-30f;  // so that the factor is finite
   const float step = some            ? most * (1 / kMostMultiple)
                      : most < 1e-30f ? 0.0f
                                      : most,
-              factor = some ? kMostMultiple / most : 0.0f;
+              factor = some ? quick_reciprocal(step) : 0.0f;
   u32 digits[2][2];
   int of_first = 0, sum = 0;
 #pragma unroll
@@ -195,16 +201,11 @@ FLEXOPS_DEVICE void write_digits(u8* row, Unit* unit, const float (&x)[8], int v
 #pragma unroll
   for (int other = 1; other < kLanes; other *= 2) sum += shuffle_xor(sum, other);
   if (vector % kLanes == 0) *unit = {step, step * static_cast<float>(sum)};
-  // Of 16 columns, the first 8 are in an even lane, the others in the next one.
-  const int odd = vector % 2;
-  u8* const to = row + vector / 8 * 128 + odd * 32 + vector % 8 / 2 * 4;
+  u8* const to = row + vector / 8 * 128 + vector % 2 * 32 + vector % 8 / 2 * 4;
 #pragma unroll
   for (int d = 0; d < 2; ++d) {
-    const u32 mine = odd ? digits[d][1] : digits[d][0],
-              other = shuffle_xor(odd ? digits[d][0] : digits[d][1], 1);
-    const u32 first = odd ? other : mine, second = odd ? mine : other;
-    *reinterpret_cast<u32*>(to + 64 * d) = __byte_perm(first, second, 0x5140);
-    *reinterpret_cast<u32*>(to + 64 * d + 16) = __byte_perm(first, second, 0x7362);
+    *reinterpret_cast<u32*>(to + 64 * d) = __byte_perm(digits[d][0], digits[d][1], 0x5140);
+    *reinterpret_cast<u32*>(to + 64 * d + 16) = __byte_perm(digits[d][0], digits[d][1], 0x7362);
   }
 }
 
@@ -234,7 +235,7 @@ struct Lane {
     for (int j = 0; j < kSlots; ++j) {
 #pragma unroll
       for (int first = 0; first < kUnits; first += kSlots) {
-        int(&part)[4] = parts[first / kSlots];
+        int (&part)[4] = parts[first / kSlots];
         const int unit = first + j, tile = kSmall ? unit / 2 : unit;
         const u8* const from = slot == j ? x + chunk * kChunk * 128 + tile * 128 : nothing;
         if constexpr (kSmall) {
@@ -250,7 +251,7 @@ struct Lane {
     }
 #pragma unroll
     for (int first = 0; first < kUnits; first += kSlots) {
-      const int(&part)[4] = parts[first / kSlots];
+      const int (&part)[4] = parts[first / kSlots];
       const int unit = first + own_slot, group = kSmall ? unit : unit >> (phase.group_shift - 6);
       const u32 read = scales[group * 8], read_zero = scales[kUnits * 8 + group * 8];
       const u32 scale = unit < there ? read : 0, zero = unit < there ? read_zero : 0;
@@ -352,11 +353,16 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
 #pragma unroll 1
   for (int number = 0; number < p.count; ++number) {
     const Phase& phase = p.phases[number];
-    // Vectors of 16 bytes.
+    // Vectors of 8 numbers, in the order of write_digits.
     const int per_row = phase.chunks * kChunk * 8;
+    const auto column_of = [](int vector) { return vector / 2 * 16 + vector % 2 * 4; };
     const auto gain_of = [&](int vector) {
-      return vector * 8 < phase.k ? static_cast<const uint4*>(phase.norm)[vector]
-                                  : uint4{0, 0, 0, 0};
+      const int column = column_of(vector);
+      if (column >= phase.k) return uint4{0, 0, 0, 0};
+      const auto* const from =
+          reinterpret_cast<const uint2*>(static_cast<const T*>(phase.norm) + column);
+      const uint2 low = from[0], high = from[2];
+      return uint4{low.x, low.y, high.x, high.y};
     };
     uint4 first_gain = {};
     if (phase.norm) first_gain = gain_of(thread);
@@ -397,8 +403,7 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
     // Rows of x, multiplied by the norm's weights; the sums of their units, and of their squares.
 #pragma unroll 1
     for (int row = 0; row < kRows; ++row) {
-      const auto* const from = reinterpret_cast<const uint4*>(static_cast<const T*>(phase.x) +
-                                                              static_cast<i64>(row) * phase.k);
+      const T* const from = static_cast<const T*>(phase.x) + static_cast<i64>(row) * phase.k;
       float square = 0.0f;
       constexpr int kAtOnce = 4;
 #pragma unroll 1
@@ -406,11 +411,15 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
         uint4 vectors[kAtOnce];
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
-          const int i = first + j * kThreads;
-          vectors[j] = i * 8 < phase.k ? load_shared_by_all(from + i) : uint4{0, 0, 0, 0};
+          const int column = column_of(first + j * kThreads);
+          vectors[j] = {};
+          if (column >= phase.k) continue;
+          const uint2 low = load_shared_by_all(reinterpret_cast<const uint2*>(from + column)),
+                      high = load_shared_by_all(reinterpret_cast<const uint2*>(from + column) + 2);
+          vectors[j] = {low.x, low.y, high.x, high.y};
         }
         if (kOnArrival && streams && free > 0 && row == kRows - 1 &&
-            (vectors[0].x ^ vectors[kAtOnce - 1].w) != 0x7f8f7f81u)
+            shuffle(vectors[0].x ^ vectors[kAtOnce - 1].w, 0) != 0x7f8f7f81u)
           fill(number, kStages);
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
@@ -454,7 +463,8 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
       while (streams) {
         const u32 now = shuffle(slots, stage);
         if (now >> 12 >= (static_cast<u32>(number) << 17 | end_row)) break;
-        const int row = static_cast<int>(now >> 12 & 0x1ffff), chunk = static_cast<int>(now & 0xfff);
+        const int row = static_cast<int>(now >> 12 & 0x1ffff),
+                  chunk = static_cast<int>(now & 0xfff);
         hopper::wait(barriers + 8 * stage, full);
         async_wait<kStages - 1>();
         __syncwarp();
