@@ -16,10 +16,9 @@ namespace flexops::chain {
 
 inline constexpr int kMostPhases = 6;
 inline constexpr int kChunk = 8, kStages = 2;  // tiles of a stage, and stages of a warp's ring
-/// Stages that the next phase's weights may take before its x has arrived: x would arrive behind
-/// them. kBorder: once this phase's results are written.
-inline constexpr int kEarly = 1, kBorder = 1;
-inline constexpr bool kOnArrival = true;
+/// Stages that the next phase's weights may take before this block's x is ready: all that is under
+/// way delays what blocks read from each other.
+inline constexpr int kEarly = 1;
 
 struct Phase {
   int4::FewParams::Weight weights[few_rows::kMaxWeights];
@@ -299,7 +298,7 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
   int planned = 0, copied = 0;  // chunks of earlier plans; of this one's that are copied
   u32 slots = plan.kNone;       // of lane i: what is in stage i
   int free = kStages, to_fill = 0;
-  // Fills free stages up to phase `own`'s end, and `early` with what follows.
+  // Fills free stages up to phase `own`'s end; with what follows, until `early` are under way.
   const auto fill = [&](int own, int early) {
     while (free > 0) {
       const u32 where = shuffle(plan.where, copied);
@@ -418,9 +417,6 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
                       high = load_shared_by_all(reinterpret_cast<const uint2*>(from + column) + 2);
           vectors[j] = {low.x, low.y, high.x, high.y};
         }
-        if (kOnArrival && streams && free > 0 && row == kRows - 1 &&
-            shuffle(vectors[0].x ^ vectors[kAtOnce - 1].w, 0) != 0x7f8f7f81u)
-          fill(number, kStages);
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
           const int i = first + j * kThreads;
@@ -507,7 +503,6 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
       __syncthreads();
     }
     if (meets && number + 1 < p.count) arrive(p.counter);
-    if (streams) fill(number, kBorder);
   }
 }
 
