@@ -88,44 +88,26 @@ FLEXOPS_DEVICE int rows_of(const Phase& phase, int block) {
   return (phase.each + (block < phase.longer ? 1 : 0)) * (phase.activation ? 2 : 1);
 }
 
-/// The chunks that a warp copies: number f of all phases' is warp f % kWarps'. Each lane plans one
-/// of the next 32.
-template <int kWarps, bool kSmall>
-struct Plan {
+/// A chunk of a block: number f of all phases'. Each lane plans one of its warp's next 32.
+struct Planned {
   static constexpr u32 kNone = ~0u;
-  u32 where;  // at most 6 phases, 2^17 rows, 2^12 chunks: where_of()
-  int tiles, vectors;
-  const u8* words;
-  u64 scales, zeros;  // addresses
+  u32 where = kNone;  // phase, row tile, chunk: at most 6, 2^17 and 2^12
+  int tile = 0, which = 0;
 
-  FLEXOPS_DEVICE static u32 where_of(int phase, int row, int chunk) {
-    return static_cast<u32>(phase) << 29 | row << 12 | chunk;
-  }
-  FLEXOPS_DEVICE Plan(const Params& p, int number, int block, int blocks) {
-    where = kNone, tiles = vectors = 0, words = nullptr, scales = zeros = 0;
-    int at = 0;
+  FLEXOPS_DEVICE Planned(const Params& p, int number, int block, int blocks) {
 #pragma unroll 1
-    for (; at < p.count; ++at) {
-      const int count = rows_of(p.phases[at], block) * p.phases[at].chunks;
-      if (number < count) break;
+    for (int at = 0; at < p.count; ++at) {
+      const Phase& phase = p.phases[at];
+      const int count = rows_of(phase, block) * phase.chunks;
+      if (number < count) {
+        const int row = number / phase.chunks;
+        const Tile of_row(phase, row, block, blocks);
+        where = static_cast<u32>(at) << 29 | row << 12 | (number - row * phase.chunks);
+        tile = of_row.tile, which = of_row.which;
+        return;
+      }
       number -= count;
     }
-    if (at == p.count) return;
-    const Phase& phase = p.phases[at];
-    const int row = static_cast<int>(static_cast<u32>(number) / static_cast<u32>(phase.chunks)),
-              chunk = number - row * phase.chunks;
-    const Tile tile(phase, row, block, blocks);
-    const int first = chunk * kChunk;
-    const auto groups_of = [&](int count) {
-      return kSmall ? 2 * count : count >> (phase.group_shift - 6);
-    };
-    const i64 numbers = static_cast<i64>(tile.tile * phase.groups + groups_of(first)) * 16;
-    const int4::FewParams::Weight& weight = phase.weights[tile.which];
-    where = where_of(at, row, chunk);
-    tiles = min(kChunk, phase.tiles_k - first), vectors = 2 * groups_of(tiles);
-    words = weight.packed + (static_cast<i64>(tile.tile) * phase.tiles_k + first) * 512;
-    scales = reinterpret_cast<u64>(weight.scales + numbers);
-    if (weight.zeros) zeros = reinterpret_cast<u64>(weight.zeros + numbers);
   }
 };
 
@@ -294,38 +276,43 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
   const bool streams = warp < kWarps, meets = thread == 32 * kWarps;
   if (streams && lane < kStages) hopper::init(barriers + 8 * lane, 1), hopper::fence_init();
   __syncwarp();
-  Plan<kWarps, kSmall> plan(p, warp + lane * kWarps, block, blocks);
-  int planned = 0, copied = 0;  // chunks of earlier plans; of this one's that are copied
-  u32 slots = plan.kNone;       // of lane i: what is in stage i
-  int free = kStages, to_fill = 0;
+  Planned plan(p, warp + lane * kWarps, block, blocks);
+  int copied = 0;                 // chunks; lane copied % 32 has the next one's plan
+  u32 slots = Planned::kNone;     // of lane i: what is in stage i
+  int stage = 0, free = kStages;  // the next stage to read; that many before it are free
+  const auto fetch = [&](int stage, u32 where) {
+    const Phase& phase = p.phases[where >> 29];
+    const int row = shuffle(plan.tile, copied);
+    const int4::FewParams::Weight& weight = phase.weights[shuffle(plan.which, copied)];
+    u8* const to = ring + stage * kStage;
+    const int tile = static_cast<int>(where & 0xfff) * kChunk,
+              tiles = min(kChunk, phase.tiles_k - tile);
+    const auto groups_of = [&](int count) {
+      return kSmall ? 2 * count : count >> (phase.group_shift - 6);
+    };
+    if (lane == 0) {
+      hopper::expect(barriers + 8 * stage, tiles * 512);
+      hopper::load_bytes(hopper::shared_address(to),
+                         weight.packed + static_cast<i64>(row * phase.tiles_k + tile) * 512,
+                         tiles * 512, barriers + 8 * stage);
+    }
+    if (lane < 2 * groups_of(tiles)) {
+      const int number = (row * phase.groups + groups_of(tile)) * 16 + lane * 8;
+      u8* const own = to + kChunk * 512 + lane * 16;
+      async_copy16(own, weight.scales + number, true);
+      if (weight.zeros) async_copy16(own + kUnits * 32, weight.zeros + number, true);
+    }
+    if (++copied % 32 == 0) plan = {p, warp + (copied + lane) * kWarps, block, blocks};
+  };
   // Fills free stages up to phase `own`'s end; with what follows, until `early` are under way.
   const auto fill = [&](int own, int early) {
     while (free > 0) {
       const u32 where = shuffle(plan.where, copied);
       if (free <= kStages - early && where >> 29 != own) break;
-      if (where != plan.kNone) {
-        u8* const to = ring + to_fill * kStage;
-        if (lane == copied) {
-          hopper::expect(barriers + 8 * to_fill, plan.tiles * 512);
-          hopper::load_bytes(hopper::shared_address(to), plan.words, plan.tiles * 512,
-                             barriers + 8 * to_fill);
-        }
-        const int vectors = shuffle(plan.vectors, copied);
-        const u64 scales = shuffle(plan.scales, copied), zeros = shuffle(plan.zeros, copied);
-        if (lane < vectors) {
-          u8* const own = to + kChunk * 512 + lane * 16;
-          async_copy16(own, reinterpret_cast<const uint4*>(scales) + lane, true);
-          if (zeros)
-            async_copy16(own + kUnits * 32, reinterpret_cast<const uint4*>(zeros) + lane, true);
-        }
-        if (++copied == 32) {
-          planned += 32, copied = 0;
-          plan = {p, warp + (planned + lane) * kWarps, block, blocks};
-        }
-      }
+      const int to = stage < free ? stage + kStages - free : stage - free;
+      if (where != Planned::kNone) fetch(to, where);
       async_commit();
-      if (lane == to_fill) slots = where;
-      if (++to_fill == kStages) to_fill = 0;
+      if (lane == to) slots = where;
       --free;
     }
   };
@@ -338,7 +325,6 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
   if (thread < int4::kZeroBytes / 16) storage[thread] = uint4{0, 0, 0, 0};
   const Lane<kRows, kSmall> own(rows_of_x, p.x_stride, shared);
   float acc[2] = {};
-  int stage = 0;
   u32 full = 0;
 
   wait_for_previous();
