@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
   Planned plan(p, warp + lane * kWarps, block, blocks);
   int copied = 0;                 // chunks; lane copied % 32 has the next one's plan
   u32 slots = Planned::kNone;     // of lane i: what is in stage i
-  int stage = 0, free = kStages;  // the next stage to read; that many before it are free
+  int stage = 0, free = kStages;  // the next one to read; so many before it are free
   const auto fetch = [&](int stage, u32 where) {
     const Phase& phase = p.phases[where >> 29];
     const int row = shuffle(plan.tile, copied);
@@ -304,7 +304,8 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
     }
     if (++copied % 32 == 0) plan = {p, warp + (copied + lane) * kWarps, block, blocks};
   };
-  // Fills free stages up to phase `own`'s end; with what follows, until `early` are under way.
+  // Fills free stages up to phase `own`'s end; with what follows, until `early` are under way. All
+  // stages are full when a phase's first one is read: async_wait counts those behind it.
   const auto fill = [&](int own, int early) {
     while (free > 0) {
       const u32 where = shuffle(plan.where, copied);
