@@ -57,7 +57,9 @@ SOURCES: tuple[Source, ...] = (
     Source("grouped_linear", "experts", "grouped_linear", ("grouped_linear",)),
     Source("experts", "experts", "experts", ("gated_experts",)),
     Source("logprobs", "logprobs", "logprobs", ("logprobs", "linear_logprobs")),
-    Source("causal_conv1d", "causal_conv1d", "causal_conv1d", ("causal_conv1d",)),
+    Source(
+        "causal_conv1d", "causal_conv1d", "causal_conv1d", ("causal_conv1d", "causal_conv1d_update")
+    ),
     Source("gated_norm", "causal_conv1d", "gated_norm", ("gated_rms_norm",)),
     Source(
         "kvcache_attention", "kvcache_attention", "kvcache_attention", ("attention_with_kvcache",)

@@ -183,7 +183,9 @@ class Family:
 def with_gradient(
     function: Function, args: Sequence[Tensor], differentiable: Sequence[int]
 ) -> Callable[[], object]:
-    """A call of both passes, whose inputs require gradients anew each time."""
+    """A call of both passes, whose inputs require gradients anew each time. The result's gradient
+    is made once: filling it is none of the function's work."""
+    upstream: list[Tensor] = []
 
     def call() -> object:
         given = [
@@ -191,8 +193,10 @@ def with_gradient(
             for position, arg in enumerate(args)
         ]
         result: Any = function(*given)
+        if not upstream:
+            upstream.append(torch.ones_like(result))
         inputs = [given[position] for position in differentiable]
-        return torch.autograd.grad(result, inputs, torch.ones_like(result))
+        return torch.autograd.grad(result, inputs, upstream[0])
 
     return call
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flexops.ops import causal_conv1d as op
 from flexops.ops import gated_norm as gated
 
-from .case import Case, Family, Setup, contenders
+from .case import Case, Family, Setup, contenders, rotating
 
 
 def causal_conv1d(setup: Setup) -> Iterator[Case]:
@@ -21,6 +23,35 @@ def causal_conv1d(setup: Setup) -> Iterator[Case]:
     name, functions = "causal_conv1d", contenders(setup, ours, plain)
     what = f"{name} with silu, bf16 1x{channels}x{rows}"
     yield Family(name, setup).trained(name, what, functions, args, (0, 1, 2), moved)
+    if setup.device == "cuda":
+        yield from update(setup)
+
+
+def update(setup: Setup) -> Iterator[Case]:
+    """One step of decoding, in a CUDA graph. The states of several layers take turns, because one
+    layer's would stay in the cache."""
+    channels, name = 8192, "causal_conv1d_update"
+    weight, bias = setup.randn(channels, 4), setup.randn(channels)
+    for batch in (32, 256):
+        moved = 10 * batch * channels * weight.element_size()
+        sets = [
+            (setup.randn(batch, channels), setup.randn(batch, channels, 4), weight, bias)
+            for _ in range(2**27 // moved + 1)
+        ]
+        calls = {
+            label: rotating([partial(function, *each) for each in sets])
+            for label, function in contenders(setup, one_step, plain_step).items()
+        }
+        yield Case(
+            "causal_conv1d",
+            name,
+            f"{name} with silu, bf16 {batch}x{channels}",
+            "step",
+            moved,
+            calls,
+            "reads and writes the state, reads x, writes the result",
+            "graph",
+        )
 
 
 def gated_norm(setup: Setup) -> Iterator[Case]:
@@ -53,3 +84,12 @@ def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     out = F.conv1d(x, weight.unsqueeze(1), bias, padding=weight.shape[1] - 1, groups=x.shape[1])
     return F.silu(out[..., : x.shape[2]])
+
+
+def one_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return op.causal_conv1d_update(x, state, weight, bias, "silu")
+
+
+def plain_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    state.copy_(torch.cat([state[..., 1:], x.unsqueeze(-1)], -1))
+    return F.silu((state * weight).sum(-1) + bias)
