@@ -120,6 +120,22 @@ inline void narrow(const float* from, void* to, int64_t offset, int64_t count, E
   if (type == ElementType::f16) float_to_f16(from, static_cast<uint16_t*>(to) + offset, count);
 }
 
+/// Columns [begin, end) of the sum over `count` parts, [count, columns].
+inline void sum_parts(const float* parts, int64_t count, int64_t columns, void* out,
+                      ElementType type, int64_t begin, int64_t end) {
+  constexpr int64_t kBlock = 512;
+  float sum[kBlock];
+  for (int64_t at = begin; at < end; at += kBlock) {
+    const int64_t width = end - at < kBlock ? end - at : kBlock;
+    memset(sum, 0, sizeof sum);
+    for (int64_t part = 0; part < count; ++part) {
+      const float* from = parts + part * columns + at;
+      for (int64_t i = 0; i < width; ++i) sum[i] += from[i];
+    }
+    narrow(sum, out, at, width, type);
+  }
+}
+
 inline void clear_row(void* to, int64_t offset, int64_t count, ElementType type) {
   memset(static_cast<char*>(to) + offset * element_size(type), 0,
          static_cast<size_t>(count * element_size(type)));

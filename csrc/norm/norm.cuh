@@ -27,7 +27,6 @@ inline constexpr int kShortThreads = 128;  // of a block of short rows, one for 
 inline constexpr int kWalkThreads = 512;   // of a block that walks over rows, at most
 inline constexpr int kParts = 4;           // backward: vectors of a row that a thread has ...
 inline constexpr int kStages = 2;          // ... and of how many rows it holds them
-inline constexpr int kReduceThreads = 512;
 
 // ---- elements ----
 

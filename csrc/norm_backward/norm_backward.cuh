@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/hopper.cuh"
+#include "common/sum_parts.cuh"
 #include "norm/norm.cuh"
 
 namespace flexops::norm {
@@ -361,53 +362,10 @@ __global__ void __launch_bounds__(kShortThreads)
       sum_bias[e] += grad[e];
     }
   }
-  // Write the block's sums for reduce_partial.
+  // Write the block's sums for sum_parts.
   const i64 to = i64(blockIdx.y) * p.columns + i64(i) * V;
   if (p.partial_weight) store<float, Cache::streaming>(p.partial_weight, to, sum_weight);
   if (p.partial_bias) store<float, Cache::streaming>(p.partial_bias, to, sum_bias);
-}
-
-struct Reduce {
-  const float* partial[2];  // [count, columns] each
-  void* out[2];
-  ElementType type[2];
-  i64 count;
-  int columns;
-};
-
-/// Adds up the blocks' sums, always in the same order.
-__global__ void __launch_bounds__(kReduceThreads)
-    reduce_partial(const FLEXOPS_GRID_CONSTANT Reduce p) {
-  constexpr int kSlices = kReduceThreads / 32, kLines = 8;
-  __shared__ float shared[kSlices][33];
-  const int lane = static_cast<int>(threadIdx.x) % 32, slice = static_cast<int>(threadIdx.x) / 32;
-  const int column = static_cast<int>(blockIdx.x) * 32 + lane;
-  // Each slice adds up its lines, in several sums.
-  // By halves, so that errors add up as the logarithm does.
-  float sums[kLines] = {};
-  if (column < p.columns) {
-    const float* from = p.partial[blockIdx.y] + column;
-#pragma unroll 1
-    for (i64 i = slice; i < p.count; i += kLines * kSlices) {
-#pragma unroll
-      for (int k = 0; k < kLines; ++k) {
-        const i64 line = i + k * kSlices;
-        if (line < p.count) sums[k] += from[line * p.columns];
-      }
-    }
-  }
-  // Reduce the slices in shared memory.
-  shared[slice][lane] = sum_of(sums);
-#pragma unroll
-  for (int half = kSlices / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (slice < half) shared[slice][lane] += shared[slice + half][lane];
-  }
-  // Write.
-  if (slice == 0 && column < p.columns) {
-    const float total = shared[0][lane];
-    store_any(p.out[blockIdx.y], column, total, p.type[blockIdx.y]);
-  }
 }
 
 }  // namespace flexops::norm

@@ -80,26 +80,12 @@ void norm_backward_cpu(const NormBackward& n, int64_t begin, int64_t end) {
                                : backward_of<ElementType::bf16>(n, begin, end);
 }
 
-/// Columns [begin, end) of the sums' sum.
-static void reduce(const float* partial, const NormBackward& n, void* out, ElementType type,
-                   int64_t begin, int64_t end) {
-  float sum[kBlock];
-  for (int64_t at = begin; at < end; at += kBlock) {
-    const int64_t count = least(end - at, kBlock);
-    memset(sum, 0, sizeof sum);
-    for (int64_t part = 0; part < n.partial_rows; ++part) {
-      const float* from = partial + part * n.columns + at;
-      for (int64_t i = 0; i < count; ++i) sum[i] += from[i];
-    }
-    narrow(sum, out, at, count, type);
-  }
-}
-
 void norm_reduce_cpu(const NormBackward& n, int64_t begin, int64_t end) {
-  if (n.grad_weight) reduce(n.partial, n, n.grad_weight, n.weight_type, begin, end);
-  if (n.grad_bias)
-    reduce(n.partial + (n.grad_weight ? n.partial_rows * n.columns : 0), n, n.grad_bias,
-           n.bias_type, begin, end);
+  const auto reduce = [&](const float* parts, void* out, ElementType type) {
+    if (out) sum_parts(parts, n.partial_rows, n.columns, out, type, begin, end);
+  };
+  reduce(n.partial, n.grad_weight, n.weight_type);
+  reduce(n.partial + (n.grad_weight ? n.partial_rows * n.columns : 0), n.grad_bias, n.bias_type);
 }
 
 }  // namespace flexops::FLEXOPS_ISA

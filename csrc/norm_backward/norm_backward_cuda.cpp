@@ -165,19 +165,19 @@ void read_twice(const Plan& plan, Backward& p, const NormBackward& a, void* stre
 }
 
 void reduce(const Plan& plan, const Backward& p, const NormBackward& a, void* stream) {
-  norm::Reduce r;
+  SumParts r;
   r.count = plan.blocks, r.columns = p.columns;
   int sums = 0;
   const auto add = [&](const float* partial, void* out, ElementType type) {
     if (out == nullptr) return;
-    r.partial[sums] = partial, r.out[sums] = out, r.type[sums] = type;
+    r.parts[sums] = partial, r.out[sums] = out, r.type[sums] = type;
     ++sums;
   };
   add(p.partial_weight, a.grad_weight, a.weight_type);
   add(p.partial_bias, a.grad_bias, a.bias_type);
   if (sums == 0) return;
-  launch(kernel<norm::reduce_partial>,
-         {blocks(ceil_div(p.columns, 32), sums), {norm::kReduceThreads}, stream}, r);
+  launch(kernel<sum_parts>, {blocks(ceil_div(p.columns, kSumColumns), sums), {kSumThreads}, stream},
+         r);
 }
 
 }  // namespace
