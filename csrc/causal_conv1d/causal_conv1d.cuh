@@ -11,8 +11,6 @@ namespace flexops::causal_conv1d {
 
 inline constexpr int kTaps = 4;  // kConvTaps
 inline constexpr int kThreads = 128;
-inline constexpr int kForwardRun = 32;    // time steps of a thread
-inline constexpr int kBackwardRun = 128;  // kConvRun
 // Steps whose loads are issued at once, while as many before them are computed.
 inline constexpr int kAhead = 4;
 
@@ -22,7 +20,7 @@ struct Params {
   const float *weight, *bias;
   float* partial;
   i64 length, channels;
-  int runs;
+  int run, runs;  // time steps of a thread; runs of a sequence
 };
 
 FLEXOPS_DEVICE float sigmoid(float x) {
@@ -80,10 +78,10 @@ template <int N>
 struct Place {
   i64 channel, begin, end, offset;
 
-  FLEXOPS_DEVICE Place(const Params& p, int run)
+  FLEXOPS_DEVICE explicit Place(const Params& p)
       : channel((static_cast<i64>(blockIdx.y) * kThreads + threadIdx.x) * N),
-        begin(static_cast<i64>(blockIdx.x % static_cast<u32>(p.runs)) * run),
-        end(begin + run < p.length ? begin + run : p.length),
+        begin(static_cast<i64>(blockIdx.x % static_cast<u32>(p.runs)) * p.run),
+        end(begin + p.run < p.length ? begin + p.run : p.length),
         offset(blockIdx.x / static_cast<u32>(p.runs) * p.length * p.channels + channel) {}
 };
 
@@ -91,7 +89,7 @@ struct Place {
 template <typename T, int N, bool Silu>
 __global__ void __launch_bounds__(kThreads)
     causal_conv1d_forward(const FLEXOPS_GRID_CONSTANT Params p) {
-  const Place<N> at(p, kForwardRun);
+  const Place<N> at(p);
   if (at.channel >= p.channels) return;
   const T* x = static_cast<const T*>(p.x) + at.offset;
   T* out = static_cast<T*>(p.out) + at.offset + at.begin * p.channels;
@@ -131,7 +129,7 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T, int N, bool Silu>
 __global__ void __launch_bounds__(kThreads)
     causal_conv1d_gradient(const FLEXOPS_GRID_CONSTANT Params p) {
-  const Place<N> at(p, kBackwardRun);
+  const Place<N> at(p);
   if (at.channel >= p.channels) return;
   const T* x = static_cast<const T*>(p.x) + at.offset;
   const T* grad = static_cast<const T*>(p.grad) + at.offset + at.begin * p.channels;

@@ -101,21 +101,21 @@ static void add_gradients(const float* inner, const Window& window, int64_t coun
 }
 
 void causal_conv1d_backward_cpu(const void* grad, const void* x, const ConvFilter& filter,
-                                void* x_grad, float* partial, const ConvShape& shape, int64_t begin,
-                                int64_t end) {
+                                void* x_grad, float* partial, int64_t run, const ConvShape& shape,
+                                int64_t begin, int64_t end) {
   Window window;
   alignas(64) float inner[kConvTaps][kRowBlock], results[kRowBlock], buffer[kRowBlock];
-  const int64_t channels = shape.channels;
-  for (int64_t run = begin; run < end; ++run) {
-    const int64_t sequence = run / shape.runs(), first = run % shape.runs() * kConvRun;
-    const int64_t last = least(first + kConvRun, shape.length);
+  const int64_t channels = shape.channels, runs = ceil_div(shape.length, run);
+  for (int64_t part = begin; part < end; ++part) {
+    const int64_t sequence = part / runs, first = part % runs * run;
+    const int64_t last = least(first + run, shape.length);
     for (int64_t at = 0; at < channels; at += kRowBlock) {
       const int64_t count = least(channels - at, kRowBlock);
       const size_t bytes = static_cast<size_t>(count) * sizeof(float);
-      float* const sums = partial + run * (kConvTaps + 1) * channels + at;
-      for (int k = 0; k <= kConvTaps; ++k) memset(sums + k * channels, 0, bytes);
+      float* const sums = partial + part * kConvSums * channels + at;
+      for (int k = 0; k < kConvSums; ++k) memset(sums + k * channels, 0, bytes);
       window.start(x, sequence, first, at, count, shape);
-      for (int64_t step = first; first < last && step < last + kConvTaps - 1; ++step) {
+      for (int64_t step = first; step < last + kConvTaps - 1; ++step) {
         float* const now = inner[step % kConvTaps];
         if (step < shape.length) {
           const int64_t offset = (sequence * shape.length + step) * channels + at;
@@ -141,6 +141,11 @@ void causal_conv1d_backward_cpu(const void* grad, const void* x, const ConvFilte
       }
     }
   }
+}
+
+void causal_conv1d_sum_cpu(const float* partial, int64_t count, int64_t columns, float* sums,
+                           int64_t begin, int64_t end) {
+  sum_parts(partial, count, columns, sums, ElementType::f32, begin, end);
 }
 
 /// One step of `count` channels from the `index`-th of all batches on; they are of one batch.

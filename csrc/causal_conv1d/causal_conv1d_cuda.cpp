@@ -3,18 +3,24 @@
 #include "causal_conv1d/causal_conv1d.cuh"
 #include "causal_conv1d/causal_conv1d.h"
 #include "common/launch.h"
+#include "common/sum_parts.cuh"
 
 namespace flexops {
 namespace {
 
 using causal_conv1d::Params;
 
-static_assert(causal_conv1d::kTaps == kConvTaps && causal_conv1d::kBackwardRun == kConvRun);
+static_assert(causal_conv1d::kTaps == kConvTaps);
 
-Params make_params(const void* x, const ConvFilter& filter, void* out, const ConvShape& shape) {
+constexpr int kForwardRun = 16;  // time steps of a thread
+constexpr int kChannels = 4;     // of a thread: more would leave few threads
+
+Params make_params(const void* x, const ConvFilter& filter, void* out, int64_t run,
+                   const ConvShape& shape) {
   Params p = {};
   p.x = x, p.out = out, p.weight = filter.weight, p.bias = filter.bias;
   p.length = shape.length, p.channels = shape.channels;
+  p.run = static_cast<int>(run), p.runs = static_cast<int>(ceil_div(shape.length, run));
   return p;
 }
 
@@ -32,7 +38,7 @@ void launch_runs(const Params& p, int64_t batch, void* stream) {
 
 template <typename T>
 void launch_type(const Params& p, const ConvShape& shape, void* stream) {
-  constexpr int N = 4;  // channels: more would leave few threads
+  constexpr int N = kChannels;
   const bool vectors = shape.channels % N == 0 && aligned(p.x) && aligned(p.out) && aligned(p.grad);
   const auto run = vectors      ? shape.silu ? launch_runs<T, N, true> : launch_runs<T, N, false>
                         : shape.silu ? launch_runs<T, 1, true>
@@ -58,18 +64,31 @@ void update(const causal_conv1d::UpdateParams& p, void* stream) {
 
 const char* causal_conv1d_cuda(const void* x, const ConvFilter& filter, void* out,
                                const ConvShape& shape, void* stream) {
-  Params p = make_params(x, filter, out, shape);
-  p.runs = static_cast<int>(ceil_div(shape.length, causal_conv1d::kForwardRun));
-  return launch_all(p, shape, stream);
+  return launch_all(make_params(x, filter, out, kForwardRun, shape), shape, stream);
+}
+
+/// As long as possible, since a run reads three steps of the next one, with a thread in every
+/// place.
+int64_t causal_conv1d_run_cuda(const ConvShape& shape) {
+  constexpr int64_t kResident = 480;  // threads of a multiprocessor, by registers: a few less
+  const int64_t threads = shape.batch * shape.channels / kChannels,  // for each run
+      wanted = gpu_facts().processors * kResident;
+  int64_t run = 1024;
+  while (run > 32 && threads * ceil_div(shape.length, run) < wanted) run /= 2;
+  return run;
 }
 
 const char* causal_conv1d_backward_cuda(const void* grad, const void* x, const ConvFilter& filter,
-                                        void* x_grad, float* partial, const ConvShape& shape,
-                                        void* stream) {
-  Params p = make_params(x, filter, x_grad, shape);
+                                        void* x_grad, float* partial, float* sums, int64_t run,
+                                        const ConvShape& shape, void* stream) {
+  Params p = make_params(x, filter, x_grad, run, shape);
   p.grad = grad, p.partial = partial;
-  p.runs = static_cast<int>(shape.runs());
-  return launch_all(p, shape, stream);
+  SumParts s = {};
+  s.parts[0] = partial, s.out[0] = sums, s.type[0] = ElementType::f32;
+  s.count = shape.batch * p.runs, s.columns = static_cast<int>(kConvSums * shape.channels);
+  if (s.count > 0) launch_all(p, shape, stream);
+  launch(kernel<sum_parts>, {blocks(ceil_div(s.columns, kSumColumns)), {kSumThreads}, stream}, s);
+  return last_error();
 }
 
 const char* causal_conv1d_update_cuda(void* state, const void* x, void* out,

@@ -29,16 +29,24 @@ inline void causal_conv1d_host(Host& host, const TensorView& x, const TensorView
 
 inline void causal_conv1d_backward_host(Host& host, const TensorView& grad, const TensorView& x,
                                         const TensorView& weight, const TensorView& bias, bool silu,
-                                        const TensorView& x_grad, const TensorView& partial) {
+                                        const TensorView& x_grad, const TensorView& sums) {
   const ConvShape shape = conv_shape(host, x, silu);
   const ConvFilter filter = {weight.as<float>(), bias.as<float>()};
-  if (partial.numel == 0) return;
+  if (sums.numel == 0) return;
+  int64_t run = 128;
+  if (FLEXOPS_DEVICE_CUDA) run = causal_conv1d_run_cuda(shape);
+  const int64_t count = shape.batch * ceil_div(shape.length, run);
+  float* const partial = host.workspace<float>(count * sums.numel);
   if (FLEXOPS_DEVICE_CUDA)
-    return host.check(causal_conv1d_backward_cuda(grad.data, x.data, filter, x_grad.data,
-                                                  partial.as<float>(), shape, host.stream()));
-  parallel_for(0, shape.batch * shape.runs(), 1, [&](int64_t begin, int64_t end) {
-    FLEXOPS_ISA_CALL(causal_conv1d_backward_cpu)(grad.data, x.data, filter, x_grad.data,
-                                                 partial.as<float>(), shape, begin, end);
+    return host.check(causal_conv1d_backward_cuda(grad.data, x.data, filter, x_grad.data, partial,
+                                                  sums.as<float>(), run, shape, host.stream()));
+  parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+    FLEXOPS_ISA_CALL(causal_conv1d_backward_cpu)(grad.data, x.data, filter, x_grad.data, partial,
+                                                 run, shape, begin, end);
+  });
+  parallel_for(0, sums.numel, 32768 / (count + 1), [&](int64_t begin, int64_t end) {
+    FLEXOPS_ISA_CALL(causal_conv1d_sum_cpu)(partial, count, sums.numel, sums.as<float>(), begin,
+                                            end);
   });
 }
 

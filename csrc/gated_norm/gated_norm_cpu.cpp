@@ -1,11 +1,11 @@
 // The gated RMS norm on the CPU: compiled once per ISA level (common/cpu.h). What it computes:
 // flexops/ops/gated_norm.py.
 
+#include "gated_norm/gated_norm.h"
+
 #include "common/cpu_rows.h"
 
 namespace flexops::FLEXOPS_ISA {
-
-constexpr int64_t kPartRows = 16;  // of gated_norm.cuh
 
 static Floats logistic(Floats x) {
   const Floats value = 1.0f / (exponential(-x) + 1.0f);
@@ -95,21 +95,16 @@ void gated_rms_norm_cpu(const TensorView& x, const TensorView& gate, const Tenso
   }
 }
 
-void gated_rms_norm_backward_cpu(const TensorView& grad, const TensorView& x,
-                                 const TensorView& gate, const TensorView& weight, double eps,
-                                 int64_t groups, bool norm_first, bool sigmoid,
-                                 const TensorView& partial, const TensorView& x_grad,
-                                 const TensorView& gate_grad, int64_t begin, int64_t end) {
-  const int64_t columns = x.size(1), width = columns / groups;
-  RowBlock upstream(grad), values(x), gates(gate), of_x(x_grad), of_gate(gate_grad);
-  Weights weights(weight);
+void gated_norm_backward_cpu(const GatedNormBackward& c, int64_t begin, int64_t end) {
+  const int64_t columns = c.x.size(1), width = columns / c.groups, rows = c.x.size(0) * c.groups;
+  const bool norm_first = c.norm_first, sigmoid = c.sigmoid;
+  RowBlock upstream(c.grad), values(c.x), gates(c.gate), of_x(c.x_grad), of_gate(c.gate_grad);
+  Weights weights(c.weight);
   const auto read = [&](int64_t row, int64_t at, int64_t count) {
     upstream.read(row * width + at, count), values.read(row * width + at, count);
-    gates.read(row * width + at, count), weights.read(row % groups * width + at, count);
+    gates.read(row * width + at, count), weights.read(row % c.groups * width + at, count);
   };
-  for (int64_t i = begin * columns; i < end * columns; ++i) partial.as<float>()[i] = 0.0f;
-  const int64_t last = least(end * kPartRows, x.size(0));
-  for (int64_t row = begin * kPartRows * groups; row < last * groups; ++row) {
+  const auto backward = [&](int64_t row, float* sums) {  // of a row's columns, or null
     double squares = 0.0, products = 0.0;
     for_row_blocks(width, 0, [&](int64_t at, int64_t count) {
       read(row, at, count);
@@ -124,10 +119,8 @@ void gated_rms_norm_backward_cpu(const TensorView& grad, const TensorView& x,
       squares += static_cast<double>(sum_of_lanes(square));
       products += static_cast<double>(sum_of_lanes(product));
     });
-    const float scale = scale_of(squares, width, eps);
+    const float scale = scale_of(squares, width, c.eps);
     const float mean = static_cast<float>(products / static_cast<double>(width)) * scale * scale;
-    float* const sums =
-        partial.as<float>() + row / groups / kPartRows * columns + row % groups * width;
     for_row_blocks(width, 0, [&](int64_t at, int64_t count) {
       read(row, at, count);
       float* const to_x = of_x.place(row * width + at);
@@ -142,6 +135,7 @@ void gated_rms_norm_backward_cpu(const TensorView& grad, const TensorView& x,
         store_up_to(to_x + i, norm_first ? of_u : of_u * act, some);
         store_up_to(to_gate + i, slope * (norm_first ? weighted * (u * scale) : of_u * value),
                     some);
+        if (!sums) return;
         float* const sum = sums + at + i;
         const Floats normalized = d * u * scale;
         store_up_to(sum, load_up_to(sum, some) + (norm_first ? normalized * act : normalized),
@@ -149,7 +143,18 @@ void gated_rms_norm_backward_cpu(const TensorView& grad, const TensorView& x,
       });
       of_x.write(row * width + at, count), of_gate.write(row * width + at, count);
     });
+  };
+  for (int64_t part = begin; part < end; ++part) {
+    float* const sums = c.weight ? c.partial + part * columns : nullptr;
+    if (sums) memset(sums, 0, static_cast<size_t>(columns) * sizeof(float));
+    for (int64_t row = rows * part / c.parts; row < rows * (part + 1) / c.parts; ++row)
+      backward(row, sums ? sums + row % c.groups * width : nullptr);
   }
+}
+
+void gated_norm_sum_cpu(const GatedNormBackward& c, int64_t begin, int64_t end) {
+  sum_parts(c.partial, c.parts, c.x.size(1), c.weight_grad.data,
+            static_cast<ElementType>(c.weight_grad.dtype), begin, end);
 }
 
 }  // namespace flexops::FLEXOPS_ISA

@@ -23,7 +23,6 @@ from ._register import caller
 from ._self_check import Make, checking
 
 _TAPS = 4
-_RUN = 128  # of csrc/causal_conv1d/causal_conv1d.h
 _ACTIVATIONS = {None: False, "silu": True, "swish": True}
 
 
@@ -183,22 +182,19 @@ def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Te
 def _backward_reference(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of ``x``, and of each run of 128 steps those of weight and bias."""
+    """The gradients of ``x``, and of weight and bias."""
     values, inner = wide(x), wide(grad)
     if silu:
         y = _filtered(values, weight, bias)
         sigmoid = torch.sigmoid(y)
         inner = inner * (sigmoid * (1 + y * (1 - sigmoid)))
-    batch, length, channels = x.shape
+    length = x.shape[1]
     behind = F.pad(inner, (0, 0, 0, _TAPS - 1))
     of_x = sum(behind[:, _TAPS - 1 - k :][:, :length] * weight[k] for k in range(_TAPS))
     before = F.pad(values, (0, 0, _TAPS - 1, 0))
-    parts = torch.stack([*(before[:, k : k + length] * inner for k in range(_TAPS)), inner], 2)
-    runs = length // _RUN + 1
-    parts = F.pad(parts, (0, 0, 0, 0, 0, runs * _RUN - length))
-    partial = parts.view(batch, runs, _RUN, _TAPS + 1, channels).sum(2)
+    sums = [(before[:, k : k + length] * inner).sum((0, 1)) for k in range(_TAPS)]
     assert isinstance(of_x, Tensor)
-    return of_x.to(x.dtype).contiguous(), partial
+    return of_x.to(x.dtype).contiguous(), torch.stack([*sums, inner.sum((0, 1))])
 
 
 def _update_reference(
@@ -215,14 +211,13 @@ def _update_reference(
 
 def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, bias = ctx.saved_tensors  # type: ignore[attr-defined]
-    of_x, partial = torch.ops.flexops.causal_conv1d_backward.default(
+    of_x, sums = torch.ops.flexops.causal_conv1d_backward.default(
         grad,
         x,
         weight,
         bias,
         ctx.silu,  # type: ignore[attr-defined]
     )
-    sums = partial.sum((0, 1))
     return of_x, sums[:_TAPS], None if bias is None else sums[_TAPS]
 
 

@@ -24,8 +24,6 @@ from ._register import caller, check_places, is_dense
 from ._self_check import Make, checking
 from .norm import check_eps
 
-_PART = 16  # of csrc/gated_norm/gated_norm.cuh
-
 
 def gated_rms_norm(
     x: Tensor,
@@ -114,7 +112,7 @@ def _backward_reference(
     norm_first: bool,
     sigmoid: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The weight's gradient of each 16 tokens, in float32, and those of ``x`` and ``gate``."""
+    """The gradients of weight, ``x`` and ``gate``; of no weight, a tensor of no elements."""
     values, gates, upstream = wide(x), wide(gate), wide(grad)
     half = torch.sigmoid(gates)
     act, slope = gates * half, half * (1 + gates * (1 - half))
@@ -122,9 +120,9 @@ def _backward_reference(
         act, slope = half, half * (1 - half)
     u = values if norm_first else values * act
     n = _scaled(u, eps, groups)
-    of_weight = upstream * n * (act if norm_first else 1)
-    padded = F.pad(of_weight, (0, 0, 0, _PART - x.shape[0] % _PART))
-    partial = padded.unflatten(0, (-1, _PART)).sum(1)
+    of_weight = grad.new_empty(0)
+    if weight is not None:
+        of_weight = (upstream * n * (act if norm_first else 1)).sum(0).to(weight.dtype)
     weighted = upstream if weight is None else upstream * wide(weight)
     parts, of_n, of_parts = (
         one.unflatten(-1, (groups, -1)) for one in (u, weighted * (act if norm_first else 1), n)
@@ -133,18 +131,15 @@ def _backward_reference(
     of_u = (scale * (of_n - of_parts * (of_n * of_parts).mean(-1, keepdim=True))).flatten(-2)
     of_x = of_u if norm_first else of_u * act
     of_gate = slope * (weighted * n if norm_first else of_u * values)
-    return partial.float(), of_x.to(x.dtype).contiguous(), of_gate.to(x.dtype).contiguous()
+    return of_weight, of_x.to(x.dtype).contiguous(), of_gate.to(x.dtype).contiguous()
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, gate, weight = ctx.saved_tensors
-    partial, of_x, of_gate = torch.ops.flexops.gated_rms_norm_backward.default(
+    of_weight, of_x, of_gate = torch.ops.flexops.gated_rms_norm_backward.default(
         grad, x, gate, weight, ctx.eps, ctx.groups, ctx.norm_first, ctx.sigmoid
     )
-    of_weight = None
-    if weight is not None and ctx.needs_input_grad[2]:
-        of_weight = partial.sum(0).to(weight.dtype)
-    return of_x, of_gate, of_weight
+    return of_x, of_gate, None if weight is None else of_weight
 
 
 define("gated_rms_norm", _reference, saves=("x", "gate", "weight"), backward=_backward)

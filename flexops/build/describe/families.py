@@ -894,7 +894,7 @@ CATALOG: tuple[OpSpec, ...] = (
             shapes={"grad": "x", "weight": "4, x[2]", "bias": "x[2]"},
             outputs=(
                 Output("x", "x"),
-                Output("x[0], x[1] // 128 + 1, 5, x[2]", "float32"),
+                Output("5, x[2]", "float32"),
             ),
         ),
         _op(
@@ -920,11 +920,10 @@ CATALOG: tuple[OpSpec, ...] = (
             dtypes={"grad": "x", "x": _FLOATS, "gate": "x", "weight": _FLOATS},
             shapes={"grad": "x", "gate": "x", "weight": "x[1]"},
             outputs=(
-                Output("x[0] // 16 + 1, x[1]", "float32"),
+                Output("x[1]", "weight", when="weight"),
                 Output("x", "x"),
                 Output("x", "x"),
             ),
-            split="rows",
         ),
     ),
     _family(
