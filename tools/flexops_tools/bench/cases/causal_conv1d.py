@@ -46,7 +46,7 @@ def update(setup: Setup) -> Iterator[Case]:
             "causal_conv1d",
             name,
             f"{name} with silu, bf16 {batch}x{channels}",
-            "step",
+            "forward",
             moved,
             calls,
             "reads and writes the state, reads x, writes the result",
