@@ -646,7 +646,7 @@ T redux(Thread& t, T mine, u32 mask, const Op& op, u32 line) {
   return found;
 }
 
-/// The lanes that are at this place when the block's threads have come as far as they can without them.
+/// The lanes that are at this place when the block's other threads can go no further without them.
 inline u32 activemask(Thread& t, u32 line) {
   Warp& warp = t.block->warps[t.number / 32];
   warp.asks[t.lane] = line, ++t.launch->progress;
