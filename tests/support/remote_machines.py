@@ -3,7 +3,9 @@ cache."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     """``opened(url, write=True)``: a remote cache whose worker ends with the test."""
     made: list[Remote] = []
 
-    def open_one(url: str, *, write: bool = True, limit: float = 20.0) -> Remote:
+    def open_one(url: str, *, write: bool = True, limit: float = 300.0) -> Remote:
         made.append(Remote(url, write=write, limit=limit))
         return made[-1]
 
@@ -95,6 +97,45 @@ class Machines:
 def machines(tmp_path: Path, host_compiler: Any) -> Machines:
     assert host_compiler
     return Machines(tmp_path)
+
+
+@pytest.fixture
+def in_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """``in_step(count)``: so many machines look for a claim before one of them puts its own, and
+    all have put theirs before one reads its own again: the pause is long enough on any machine."""
+
+    def change(count: int) -> None:
+        looked, put = (threading.Barrier(count, timeout=600) for _ in range(2))
+        came: set[tuple[threading.Barrier, Remote]] = set()
+        hint, claim_ = Remote.hint, Remote.claim
+
+        def meet(there: Remote, barrier: threading.Barrier) -> None:
+            if (barrier, there) not in came:
+                came.add((barrier, there))
+                barrier.wait()
+
+        def look(self: Remote, *arguments: Any) -> Any:
+            found = hint(self, *arguments)
+            if "claim" in arguments:
+                meet(self, looked)
+            return found
+
+        def take(self: Remote, *arguments: Any, **options: Any) -> bool | None:
+            made = claim_(self, *arguments, **options)
+            meet(self, put)  # one that found another's claim just before its put does not pause
+            return made
+
+        monkeypatch.setattr(Remote, "hint", look)
+        monkeypatch.setattr(Remote, "claim", take)
+        monkeypatch.setattr(Remote, "_settle", lambda self, _spent: meet(self, put))
+
+    return change
+
+
+def at_once(count: int, call: Callable[[int], Any]) -> list[Any]:
+    """What ``call(0)``, ``call(1)``, ... return, each in a thread of its own."""
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(call, range(count)))
 
 
 def claim(there: Remote, machines: Machines, **value: Any) -> None:

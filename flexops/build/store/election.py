@@ -181,10 +181,12 @@ class _Claims:
         self.remote, self.cache, self.seconds = remote, cache, seconds
 
     def begin(self, name: str, digest: str, remote: Look) -> Entry | Turn:
+        looked = time.monotonic()
         found = self.remote.hint(self.cache, name, digest, _CLAIMED)
         if found and _is_held(found[0]):
             return "wait"
-        if not (found and found[0].get("failed")) and self._take(name, digest, found) is False:
+        failed = found and found[0].get("failed")
+        if not failed and self._take(name, digest, found, looked) is False:
             return "wait"
         entry = remote()  # its maker may have been done between our look and our claim
         if entry:
@@ -200,23 +202,24 @@ class _Claims:
 
     def receive(self, name: str, digest: str, _local: Look, remote: Look) -> Entry | None:
         for _ in _naps(self.seconds):
-            found = self.remote.hint(self.cache, name, digest, _CLAIMED)
+            looked = time.monotonic()
+            found = self.remote.claimed(self.cache, name, digest)
             if found and _is_held(found[0]):
                 continue
             entry = remote()
             if entry or not found or found[0].get("failed"):
                 return entry
-            if self._take(name, digest, found) is not False:
+            if self._take(name, digest, found, looked) is not False:
                 return None  # this process makes it, and others wait for that
         return remote()
 
     def _take(
-        self, name: str, digest: str, found: tuple[dict[str, Any], str] | None
+        self, name: str, digest: str, found: tuple[dict[str, Any], str] | None, looked: float
     ) -> bool | None:
         """Claim it, or take over the claim of a process that is late; False: another one did."""
         tag = found[1] if found else None
         value = self._claim()
-        return self.remote.claim(self.cache, name, digest, value, replace=tag)
+        return self.remote.claim(self.cache, name, digest, value, looked=looked, replace=tag)
 
     def _claim(self) -> dict[str, Any]:
         by = f"{_machine()}:{os.getpid()}:{os.urandom(6).hex()}"

@@ -63,7 +63,7 @@ _FIXES = (
     (r"answers (401|403)", "correct its credentials, or what they may read"),
 )
 """Of what ``flexops cache remote check`` finds."""
-_SHORTEST_SETTLE, _LONGEST_SETTLE = 2.0, 5.0
+_SHORTEST_SETTLE = 2.0
 _HINT_BYTES = 4 << 20
 
 
@@ -274,7 +274,7 @@ class Remote:
 
     def claim(
         self, cache: BuildCache, name: str, digest: str, value: dict[str, Any],
-        *, replace: str | None = None,
+        *, looked: float, replace: str | None = None,
     ) -> bool | None:  # fmt: skip
         """As ``leave`` of a claim, but at most one of many processes that do so at the same time
         gets True.
@@ -282,11 +282,15 @@ class Remote:
         ``value["by"]`` is different in each of them. Where the store has no conditional puts, or
         ignores the condition, the last of those that write at the same time keeps the claim: it
         is read again after a pause (Fischer's algorithm; Lamport, "A Fast Mutual Exclusion
-        Algorithm", 1987, section 2). The pause is longer than a look-up and a put take.
+        Algorithm", 1987, section 2). At most one gets True if the pause is longer than any of them
+        takes from its look-up to its last put. One that is stopped in between for longer costs a
+        second compile.
+
+        Args:
+            looked: when (``time.monotonic``) the look-up began that found no claim, or the one to
+                replace.
         """
-        started = time.monotonic()
         made = self.leave(cache, name, digest, CLAIM, value, replace=replace)
-        spent = time.monotonic() - started
         if not made:
             return made
         if self.conditional is None:
@@ -299,12 +303,27 @@ class Remote:
                 )
         if self.conditional and not self._unconditional:
             return True
-        time.sleep(min(max(_SHORTEST_SETTLE, 4 * spent), _LONGEST_SETTLE))
-        for _ in range(_READS):  # a simple server shows nothing while it writes
+        self._settle(time.monotonic() - looked)
+        found = self.claimed(cache, name, digest)
+        return bool(found[0].get("by") == value["by"]) if found else None
+
+    def claimed(
+        self, cache: BuildCache, name: str, digest: str
+    ) -> tuple[dict[str, Any], str] | None:
+        """As ``hint`` of a claim that was there before: a simple server shows nothing while it
+        writes."""
+        for _ in range(_READS):
             if found := self.hint(cache, name, digest, CLAIM):
-                return bool(found[0].get("by") == value["by"])
+                return found
+            if self.problem:
+                break
             time.sleep(_QUICK_SECONDS)
         return None
+
+    def _settle(self, spent: float) -> None:
+        """Let the others put their claims, who may be some times slower than this process was. A
+        look-up and two puts take at most three times the limit."""
+        time.sleep(max(_SHORTEST_SETTLE, min(4 * spent, 3 * self.limit)))
 
     # ---- for the command line: failures are raised ----
 

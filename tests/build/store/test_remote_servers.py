@@ -21,10 +21,10 @@ from builds import answer, child_environment, tiny_plan
 from command_line import flexops_command
 from marks import first_of
 from processes import completed
-from remote_machines import Open, claim
+from remote_machines import Open, at_once, claim
 
 from flexops.build.compile import building
-from flexops.build.store import counters, remote
+from flexops.build.store import counters, election, remote
 from flexops.build.store.cache import BuildCache
 from flexops.build.store.remote import Remote
 
@@ -91,43 +91,62 @@ def test_what_one_machine_compiled_the_others_fetch(url, machines, opened, wait)
     assert machines.compiled == 1
 
 
-def test_without_conditional_puts_one_of_many_compiles(url, machines, opened, wait):
+def test_without_conditional_puts_one_of_many_compiles(url, machines, opened, wait, in_step):
     """Eight machines that know of each other only through the store."""
-    wait(60)
-    plan, answers = machines.plan(), []
-
-    def run(name: str) -> None:
-        answers.append(machines.obtain(name, opened(url), plan).library)
-
-    threads = [threading.Thread(target=run, args=(f"machine{one}",)) for one in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(90)
-    assert [answer(library) for library in answers] == [42] * 8
+    wait(600)
+    in_step(8)
+    plan = machines.plan()
+    made = at_once(8, lambda one: machines.obtain(f"machine{one}", opened(url), plan).library)
+    assert [answer(library) for library in made] == [42] * 8
     assert machines.compiled == 1
 
 
-def test_one_of_many_takes_over_a_claim_that_has_expired(url, machines, opened):
-    there = opened(url)
-    claim(there, machines, until=0, by="a process that is late")
+def test_one_of_many_takes_over_a_claim_that_has_expired(url, machines, opened, in_step):
+    claim(opened(url), machines, until=0, by="a process that is late")
+    in_step(4)
     plan = machines.plan()
-    name, digest, taken = plan.name, building._digest(plan), []
-    found = there.hint(machines.cache("other", there), name, digest, "claim")
-    assert found
+    name, digest = plan.name, building._digest(plan)
 
-    def take(number: int) -> None:
+    def take(number: int) -> bool | None:
         own = opened(url)
         cache = machines.cache(f"taker{number}", own)
+        looked = time.monotonic()
+        found = own.hint(cache, name, digest, "claim")
+        assert found
         value = {"until": 9e12, "by": str(number)}
-        taken.append(own.claim(cache, name, digest, value, replace=found[1]))
+        return own.claim(cache, name, digest, value, looked=looked, replace=found[1])
 
-    threads = [threading.Thread(target=take, args=(one,)) for one in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(map(str, taken)) == ["False", "False", "False", "True"]
+    assert sorted(map(str, at_once(4, take))) == ["False", "False", "False", "True"]
+
+
+@pytest.mark.parametrize(("spent", "shortest", "longest"), [(0, 2, 30), (3, 12, 30), (99, 30, 30)])
+def test_the_pause_covers_all_from_the_look_up_to_the_last_put(
+    spent, shortest, longest, monkeypatch, machines
+):
+    """Of a store that ignores conditions: both puts of the first claim count."""
+    there, pauses = Remote("s3://bucket", write=True, limit=10.0), []
+    monkeypatch.setattr(there, "_ask", lambda *_: {"made": True, "found": False})
+    monkeypatch.setattr(remote.time, "sleep", pauses.append)
+    cache = machines.cache("one", there)
+    made = there.claim(cache, "a", "d", {"by": "me"}, looked=time.monotonic() - spent)
+    assert made is None
+    assert shortest <= pauses[0] <= longest
+
+
+def test_a_claim_that_is_being_written_is_read_again(monkeypatch, machines):
+    """A simple server shows nothing of it at that moment: its maker is waited for all the same."""
+    there, asked = Remote("s3://bucket", write=True), []
+    shown = [None, ({"until": 9e12}, "tag"), None, None, ({"until": 0}, "tag")]
+
+    def hint(*_: Any) -> Any:
+        asked.append(0)
+        return shown.pop(0)
+
+    monkeypatch.setattr(there, "hint", hint)
+    monkeypatch.setattr(there, "claim", lambda *_, **_options: pytest.fail("it is not taken over"))
+    ballot = election._Claims(there, machines.cache("one", there), 600)
+    assert ballot.receive("a", "d", lambda: None, lambda: "the entry") == "the entry"
+    assert len(asked) == 5
 
 
 def test_a_store_that_ignores_conditions_is_detected(
@@ -142,7 +161,7 @@ def test_a_store_that_ignores_conditions_is_detected(
             stores.bucket(s3_address, "bucket")
         there = opened("s3://bucket/detect")
         cache = machines.cache("detect", there)
-        assert there.claim(cache, "a", "d", {"until": 0, "by": "me"})
+        assert there.claim(cache, "a", "d", {"by": "me"}, looked=time.monotonic())
         assert there.conditional is honoured
         assert ("it ignores the condition of a put" in caplog.text) is not honoured
         caplog.clear()
