@@ -53,7 +53,7 @@ _START_SECONDS = 60.0  # of a Python with its client library, where all processo
 _GRACE_SECONDS = 5.0  # beyond the limit, which the client enforces itself
 _QUICK_SECONDS = 0.25  # a miss that fast is what a store in good health takes
 _FIRST_PAUSE, _LONGEST_PAUSE = 30.0, 600.0
-_READS = 3
+_READS, _READ_NAP = 3, 0.25  # of a claim that is being written
 _NO_PLACE = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
 _FIXES = (
     ("Connection refused|failed to lookup", "start its server, or correct its address"),
@@ -65,6 +65,7 @@ _FIXES = (
 """Of what ``flexops cache remote check`` finds."""
 _SHORTEST_SETTLE = 2.0
 _HINT_BYTES = 4 << 20
+_CLAIM_BYTES = 512
 
 
 class Object(NamedTuple):
@@ -268,7 +269,8 @@ class Remote:
             return None
         with contextlib.suppress(FlexopsError, OSError), cache.workspace() as workspace:
             file = workspace / "hint"
-            file.write_text(json.dumps(value))
+            # of one length: a server that writes two into one file at once keeps one of them whole
+            file.write_text(json.dumps(value).ljust(_CLAIM_BYTES if kind == CLAIM else 0))
             return self._put(_file_name(name, digest, kind), file, replace=replace)
         return None
 
@@ -317,7 +319,7 @@ class Remote:
                 return found
             if self.problem:
                 break
-            time.sleep(_QUICK_SECONDS)
+            time.sleep(_READ_NAP)
         return None
 
     def _settle(self, spent: float) -> None:

@@ -133,6 +133,17 @@ def test_the_pause_covers_all_from_the_look_up_to_the_last_put(
     assert shortest <= pauses[0] <= longest
 
 
+def test_claims_of_any_content_have_one_length(tmp_path, machines, opened):
+    """A server that writes two at once into one file keeps one of them, and no mixture."""
+    there = opened(f"file://{tmp_path}/store")
+    ballot = election._Claims(there, machines.cache("one", there), 600)
+    ballot.begin("a", "d", lambda: None)
+    sizes = {there.list()[0].size}
+    claim(there, machines, until=0, by="a process that is late")
+    ballot.deliver("a", "d", None)
+    assert len(sizes | {item.size for item in there.list()}) == 1
+
+
 def test_a_claim_that_is_being_written_is_read_again(monkeypatch, machines):
     """A simple server shows nothing of it at that moment: its maker is waited for all the same."""
     there, asked = Remote("s3://bucket", write=True), []
