@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import os
+import re
 import stat
 import tarfile
 import time
@@ -14,6 +16,7 @@ from typing import BinaryIO
 
 from ... import _json
 from ...errors import CacheError
+from . import lock
 from .cache import BuildCache, Demands, Entry
 from .manifest import is_plain
 
@@ -39,19 +42,10 @@ def export(cache: BuildCache, file: Path, chosen: Sequence[Entry] | None = None)
     ]
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        with tarfile.open(partial, "w:gz", format=tarfile.USTAR_FORMAT) as archive:
-            for entry in entries:
-                place = f"{entry.manifest.name}/{entry.manifest.key}"
-                headers = entry.directory.parent / f"{entry.manifest.base}.headers.json"
-                for path in (*(entry.directory / name for name in sorted(entry.files)), headers):
-                    if path.is_file() and not path.is_symlink():
-                        name = (
-                            f"{entry.manifest.name}/{path.name}"
-                            if path == headers
-                            else f"{place}/{path.name}"
-                        )
-                        archive.add(path, arcname=name, recursive=False, filter=_anonymous)
-        os.replace(partial, file)
+        with lock.held(partial):
+            _remove_abandoned(file)
+            _write(partial, entries)
+            os.replace(partial, file)
     except (OSError, ValueError) as error:  # ValueError: a name too long for the format
         found = f"{file}: {getattr(error, 'strerror', None) or error}"
         raise CacheError(
@@ -60,6 +54,31 @@ def export(cache: BuildCache, file: Path, chosen: Sequence[Entry] | None = None)
     finally:
         partial.unlink(missing_ok=True)
     return entries
+
+
+def _write(file: Path, entries: Sequence[Entry]) -> None:
+    with tarfile.open(file, "w:gz", format=tarfile.USTAR_FORMAT) as archive:
+        for entry in entries:
+            place = f"{entry.manifest.name}/{entry.manifest.key}"
+            headers = entry.directory.parent / f"{entry.manifest.base}.headers.json"
+            for path in (*(entry.directory / name for name in sorted(entry.files)), headers):
+                if path.is_file() and not path.is_symlink():
+                    name = (
+                        f"{entry.manifest.name}/{path.name}"
+                        if path == headers
+                        else f"{place}/{path.name}"
+                    )
+                    archive.add(path, arcname=name, recursive=False, filter=_anonymous)
+
+
+def _remove_abandoned(file: Path) -> None:
+    """Remove what killed exports to this file left: a live one holds the lock of its own."""
+    partial = re.compile(rf"\.{re.escape(file.name)}\.\d+")
+    for path in file.parent.iterdir():
+        if partial.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+            with contextlib.suppress(OSError):
+                if not lock.is_held(path):
+                    path.unlink()
 
 
 def import_archive(

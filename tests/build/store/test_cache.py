@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import stat
 import tarfile
 import threading
@@ -298,6 +299,25 @@ def test_locks_exclude_and_do_without_where_they_cannot_be(tmp_path):
 
 
 # ---- archives ----
+
+
+def test_an_export_removes_what_a_killed_one_left_and_no_other_file(cache, plan, tmp_path):
+    add(cache, plan)
+    folder = tmp_path / "archives"
+    folder.mkdir()
+    for name in (".cache.tar.gz.swp", ".other.tar.gz.1"):
+        (folder / name).touch()
+    others = set(folder.iterdir())
+    if (child := os.fork()) == 0:
+        tarfile.TarFile.add = lambda *_, **_options: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        with contextlib.suppress(BaseException):
+            cache_archive.export(cache, folder / "cache.tar.gz")
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert set(folder.iterdir()) - others == {folder / f".cache.tar.gz.{child}"}
+    with lock.held(alive := folder / ".cache.tar.gz.1"):
+        cache_archive.export(cache, folder / "cache.tar.gz")
+        assert set(folder.iterdir()) == {*others, alive, folder / "cache.tar.gz"}
 
 
 def test_export_and_import(cache, plan, tmp_path):
