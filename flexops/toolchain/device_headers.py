@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _BUNDLE = Version((13, 3))
 """The first NVRTC that can write the headers of its toolkit into a directory."""
-_SECONDS = 60  # to write the bundled headers: 20 MB
+_SECONDS = 300  # to write the bundled headers: 20 MB
 _PARTS = {
     "CUDA's runtime": "cuda_fp16.h",
     "its compiler": "crt/mma.h",

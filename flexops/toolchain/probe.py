@@ -18,7 +18,7 @@ Probe = Callable[[str, str], "tuple[Version, str]"]
 """``(kind, path) -> (version, identity)``; raises ``OSError`` or ``ValueError`` saying why there is
 no answer."""
 
-_SECONDS = 20
+_SECONDS = 120  # a file system may pause for half a minute, on a machine that is busy besides
 
 
 def probe(kind: str, path: str) -> tuple[Version, str]:

@@ -13,7 +13,8 @@ import pytest
 from processes import completed
 
 from flexops.settings import Settings
-from flexops.toolchain import discover, missing
+from flexops.toolchain import discover, missing, proc
+from flexops.toolchain import probe as probing
 from flexops.toolchain.context import SearchContext
 from flexops.toolchain.discovery import assemble
 from flexops.toolchain.installed_torch import read, torch_build
@@ -527,3 +528,13 @@ def test_a_cache_directory_that_is_a_file_does_not_matter(tmp_path):
         {"PATH": os.environ["PATH"], "FLEXOPS_CACHE_DIR": str(tmp_path / "file")}
     )
     assert discover(settings, device="cpu").torch
+
+
+def test_a_tool_that_a_file_system_holds_up_for_a_minute_is_found(tmp_path, monkeypatch):
+    """As where a network file system pauses while many jobs start."""
+
+    def held_up(_command: list[str], *, seconds: float, **_options: object) -> proc.Ended:
+        return proc.Ended(0, "ninja 1.11\n") if seconds > 60 else proc.Ended(None, "")
+
+    monkeypatch.setattr(proc, "run", held_up)
+    assert probing.probe("ninja", str(tmp_path / "ninja"))[0] == Version((1, 11))

@@ -14,7 +14,7 @@ from .manifest import Rejection
 
 SUFFIX = ".sig"
 NAMESPACE = "flexops-cache"
-_SECONDS = 30.0
+_SECONDS = 120.0
 _INSTALL = "apt-get install openssh-client"
 
 
