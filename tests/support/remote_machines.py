@@ -16,6 +16,7 @@ from builds import runs, tiny_plan, watched_compiler
 from flexops import settings
 from flexops.build.compile import building
 from flexops.build.plan.plan import BuildPlan
+from flexops.build.store import remote
 from flexops.build.store.cache import BuildCache, Entry
 from flexops.build.store.remote import Remote
 
@@ -29,8 +30,18 @@ def s3_address() -> Iterator[str]:
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
-    """``opened(url, write=True)``: a remote cache whose worker ends with the test."""
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow machine is no slow store: a healthy one is not given up, and one that was given up is
+    not asked again during the test."""
+    monkeypatch.setattr(remote, "_QUICK_SECONDS", 600.0)
+    monkeypatch.setattr(remote, "_START_SECONDS", 600.0)
+    monkeypatch.setattr(remote, "_FIRST_PAUSE", 1e6)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch, patient: None) -> Iterator[Open]:  # noqa: ARG001
+    """``opened(url, write=True)``: a remote cache whose worker ends with the test. The limit of
+    its requests is one that no machine exceeds."""
     made: list[Remote] = []
 
     def open_one(url: str, *, write: bool = True, limit: float = 300.0) -> Remote:

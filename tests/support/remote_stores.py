@@ -15,7 +15,6 @@ import ssl
 import subprocess
 import threading
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 import zlib
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterator
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "tests-own-id",
@@ -107,7 +107,7 @@ def bucket(address: str, name: str, method: str = "PUT") -> None:
         )
     }
     urllib.request.urlopen(
-        urllib.request.Request(f"{address}/{name}", method=method, headers=signed), timeout=20
+        urllib.request.Request(f"{address}/{name}", method=method, headers=signed), timeout=300
     ).close()
 
 
@@ -115,28 +115,14 @@ def bucket(address: str, name: str, method: str = "PUT") -> None:
 def azurite(program: str) -> Iterator[dict[str, str]]:
     """Microsoft's emulator of Azure's blobs: the variables that lead a client to it. Account and
     key are the emulator's own, in its documentation."""
-    port = free_port()
-    process = subprocess.Popen(
-        [
-            program,
-            "--silent",
-            "--inMemoryPersistence",
-            "--skipApiVersionCheck",
-            "--disableTelemetry",
-            "--blobPort",
-            str(port),
-        ]
-    )
-    try:
-        wait_for(f"http://127.0.0.1:{port}/")
+    command = [program, "--silent", "--inMemoryPersistence", "--skipApiVersionCheck"]
+    command += ["--disableTelemetry", "--blobPort"]
+    with running(lambda port: [*command, str(port)]) as port:
         yield {
             "AZURE_STORAGE_ACCOUNT_NAME": "devstoreaccount1",
             "AZURE_STORAGE_ACCOUNT_KEY": _AZURITE_KEY,
             "AZURE_STORAGE_ENDPOINT": f"http://127.0.0.1:{port}/devstoreaccount1",
         }
-    finally:
-        process.kill()
-        process.wait()
 
 
 def azure_container(endpoint: str, name: str) -> None:
@@ -158,7 +144,7 @@ def azure_container(endpoint: str, name: str) -> None:
         urllib.request.Request(
             f"{endpoint}/{name}?restype=container", method="PUT", headers=headers
         ),
-        timeout=20,
+        timeout=300,
     ).close()
 
 
@@ -179,43 +165,56 @@ def find_azurite(folder: Path) -> str | None:
     )
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+@contextlib.contextmanager
+def running(command: Callable[[int], list[str]], **options: Any) -> Iterator[int]:
+    """The port of a server, once it can be connected to. A server ends if another process takes its
+    port first: then it is started with another one. ``options``: as of ``subprocess.Popen``."""
+    for _ in range(5):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = int(free.getsockname()[1])
+        process = subprocess.Popen(command(port), **options)
+        try:
+            if _answers(port, process):
+                yield port
+                return
+        finally:
+            process.terminate()  # nginx ends its workers
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            process.kill()
+            process.wait()
+    raise AssertionError(f"{command(port)} does not start")
 
 
-def wait_for(address: str) -> None:
-    """Until something answers there, if only with an error."""
-    until = time.monotonic() + 30
-    while time.monotonic() < until:
+def _answers(port: int, process: subprocess.Popen[bytes]) -> bool:
+    """Wait until the port can be connected to; False if the server ends before."""
+    until = time.monotonic() + 600
+    while process.poll() is None:
+        assert time.monotonic() < until, "the server does not answer"
         with contextlib.suppress(OSError):
-            with contextlib.suppress(urllib.error.HTTPError):
-                urllib.request.urlopen(address, timeout=1).close()
-            return
+            socket.create_connection(("127.0.0.1", port), timeout=10).close()
+            return process.poll() is None
         time.sleep(0.05)
+    return False
 
 
 @contextlib.contextmanager
 def oci(program: str, folder: Path, *, users: bool = False) -> Iterator[str]:
     """Debian's docker-registry: its host and port. With ``users``, it asks for a password."""
-    port = free_port()
-    configuration = _REGISTRY.format(root=folder / "registry", port=port)
+    login = ""
     if users:
         (folder / "users").write_text(_HTPASSWD)
-        configuration += f"auth: {{htpasswd: {{realm: tests, path: {folder / 'users'}}}}}\n"
-    (folder / "registry.yml").write_text(configuration)
-    process = subprocess.Popen(
-        [program, "serve", str(folder / "registry.yml")],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        wait_for(f"http://127.0.0.1:{port}/v2/")
+        login = f"auth: {{htpasswd: {{realm: tests, path: {folder / 'users'}}}}}\n"
+    file = folder / "registry.yml"
+
+    def command(port: int) -> list[str]:
+        file.write_text(_REGISTRY.format(root=folder / "registry", port=port) + login)
+        return [program, "serve", str(file)]
+
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with running(command, **quiet) as port:
         yield f"127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
 
 
 def docker_login(folder: Path, place: str) -> str:
@@ -230,15 +229,10 @@ def docker_login(folder: Path, place: str) -> str:
 @contextlib.contextmanager
 def s3rver(program: str, folder: Path) -> Iterator[str]:
     """A server of S3 that ignores the conditions of a put: its address."""
-    port = free_port()
-    command = [program, "-s", "-d", str(folder), "-p", str(port), "--configure-bucket", "bucket"]
-    process = subprocess.Popen([*command, "--allow-mismatched-signatures"])
-    try:
-        wait_for(f"http://127.0.0.1:{port}/")
+    command = [program, "-s", "-d", str(folder), "--configure-bucket", "bucket"]
+    command += ["--allow-mismatched-signatures", "-p"]
+    with running(lambda port: [*command, str(port)]) as port:
         yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
 
 
 def find_s3rver(folder: Path) -> str | None:
@@ -255,31 +249,21 @@ def find_s3rver(folder: Path) -> str | None:
 @contextlib.contextmanager
 def webdav(program: str, folder: Path, certificate: Path) -> Iterator[str]:
     """nginx with TLS, its module for PUT, and a password: its URL without them."""
-    port = free_port()
     for name in ("www", "body"):
         (folder / name).mkdir()
     hashed = hashlib.sha1(PASSWORD.encode()).digest()
     (folder / "users").write_text(f"{USER}:{{SHA}}{base64.b64encode(hashed).decode()}\n")
     user = "user root;" if os.geteuid() == 0 else ""
     key = certificate.with_name("key.pem")
-    text = _NGINX.format(folder=folder, port=port, user=user, certificate=certificate, key=key)
-    (folder / "nginx.conf").write_text(text)
-    process = subprocess.Popen([program, "-p", str(folder), "-c", str(folder / "nginx.conf")])
-    try:
-        wait_for_port(port)
+    file = folder / "nginx.conf"
+
+    def command(port: int) -> list[str]:
+        places = {"folder": folder, "certificate": certificate, "key": key}
+        file.write_text(_NGINX.format(port=port, user=user, **places))
+        return [program, "-p", str(folder), "-c", str(file)]
+
+    with running(command) as port:
         yield f"https://localhost:{port}"
-    finally:
-        process.terminate()  # the master ends its workers
-        process.wait()
-
-
-def wait_for_port(port: int) -> None:
-    until = time.monotonic() + 30
-    while time.monotonic() < until:
-        with contextlib.suppress(OSError):
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return
-        time.sleep(0.05)
 
 
 def find_registry(folder: Path) -> str | None:

@@ -102,7 +102,7 @@ def test_into_the_remote_cache(tmp_path, cache_dir, flexops):
     (tmp_path / "record.jsonl").write_text(ROTATE)
     there = {
         "FLEXOPS_CACHE_REMOTE": f"file://{tmp_path}/store",
-        "FLEXOPS_CACHE_REMOTE_TIMEOUT": "20",
+        "FLEXOPS_CACHE_REMOTE_TIMEOUT": "300",
     }
     warm_it = ("warm", "--record", str(tmp_path / "record.jsonl"), "--remote")
     assert "FLEXOPS_CACHE_REMOTE_WRITE is not 1" in flexops(*warm_it, status=7, **there)
@@ -246,12 +246,12 @@ def test_the_remote_cache_on_the_command_line(tmp_path, flexops):
     cache, store = BuildCache(tmp_path / "cache"), tmp_path / "store"
     there = {
         "FLEXOPS_CACHE_REMOTE": f"file://{store}",
-        "FLEXOPS_CACHE_REMOTE_TIMEOUT": "20",
+        "FLEXOPS_CACHE_REMOTE_TIMEOUT": "300",
         "FLEXOPS_CACHE_DIR": str(cache.root),
     }
     from flexops.build.store.remote import Remote, entry_name
 
-    remote = Remote(f"file://{store}", write=True, limit=20.0)
+    remote = Remote(f"file://{store}", write=True, limit=300.0)
     names = []
     for name in ("one", "two"):
         entry = made_up_entry(cache, tiny_plan(tmp_path / name, name=name))

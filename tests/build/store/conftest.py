@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from remote_machines import bad, in_step, machines, opened, s3_address, wait
+from remote_machines import bad, in_step, machines, opened, patient, s3_address, wait
 
-__all__ = ["bad", "in_step", "machines", "opened", "s3_address", "wait"]
+__all__ = ["bad", "in_step", "machines", "opened", "patient", "s3_address", "wait"]

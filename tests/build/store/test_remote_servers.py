@@ -62,12 +62,10 @@ def nginx(tmp_path_factory: pytest.TempPathFactory, require: Any) -> Iterator[tu
 
 
 @pytest.fixture(params=first_of("oci", "s3rver", "https"))
-def url(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Open
-) -> str:
+def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, opened: Open) -> str:
     """A store without conditional puts."""
     assert opened, "which sets other credentials"
-    name = f"b{abs(hash(str(tmp_path))) % 10**9}"
+    name = f"b{os.urandom(8).hex()}"
     if request.param == "s3rver":
         monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("s3rver"))
         for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -84,7 +82,7 @@ def url(
 
 def test_what_one_machine_compiled_the_others_fetch(url, machines, opened, wait):
     assert wait
-    first, second = opened(url, limit=10.0), opened(url, limit=10.0, write=False)
+    first, second = opened(url), opened(url, write=False)
     assert answer(machines.obtain("first", first).library) == 42
     assert answer(machines.obtain("second", second).library) == 42
     assert (first.problem, first.unwritten, second.problem) == ("", "", "")
@@ -184,7 +182,7 @@ def test_a_registry_without_a_login_says_so(
 ):  # fmt: skip
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
-    there = opened(f"oci://{registry[0]}/team/x", limit=10.0)
+    there = opened(f"oci://{registry[0]}/team/x")
     assert answer(machines.obtain("first", there).library) == 42
     assert there.problem == f"{registry[0]} requires a user and password"
 
@@ -198,7 +196,7 @@ def let_the_pause_pass(there: Remote) -> None:
 
 def test_a_store_that_failed_is_asked_again_after_a_pause(machines, opened, bad):
     machines.obtain("first", opened("s3://bucket"))
-    there, bad.fault = opened("s3://bucket", limit=1.0), stores.forbids
+    there, bad.fault = opened("s3://bucket"), stores.forbids
     before = counters.cache_stats()["remote_given_up"]["count"]
     machines.obtain("second", there, machines.plan("other-cpu"))
     assert "403" in there.problem
@@ -221,7 +219,7 @@ def test_pauses_grow_and_a_success_makes_them_short_again():
 
 
 def test_a_full_store_is_written_again_after_a_pause(machines, opened, bad):
-    there, bad.fault = opened("s3://bucket", limit=1.0), stores.is_full
+    there, bad.fault = opened("s3://bucket"), stores.is_full
     machines.obtain("first", there)
     assert "507" in there.unwritten
     bad.fault = None
@@ -232,14 +230,16 @@ def test_a_full_store_is_written_again_after_a_pause(machines, opened, bad):
 
 def test_a_client_that_starts_slowly_is_no_slow_store(tmp_path, machines, opened, monkeypatch):
     """As where all processors are busy: its start takes longer than a request may."""
-    real = remote._worker
+    real, clock, passed = remote._worker, time.monotonic, [0.0]
 
     def slowly(*arguments: Any) -> Any:
-        time.sleep(1.2)
-        return real(*arguments)
+        child = real(*arguments)
+        passed[0] += 1000.0
+        return child
 
     monkeypatch.setattr(remote, "_worker", slowly)
-    there = opened(f"file://{tmp_path}/store", limit=1.0)
+    monkeypatch.setattr(remote.time, "monotonic", lambda: clock() + passed[0])
+    there = opened(f"file://{tmp_path}/store", limit=300.0)
     machines.obtain("first", there)
     assert there.problem == ""
     assert there.list()
@@ -286,7 +286,7 @@ def test_a_redirect_does_not_lead_from_https_to_http(
         front.socket = context.wrap_socket(front.socket, server_side=True)
         with stores.served(front) as address:
             place = address.replace("http://127.0.0.1", "https://localhost")
-            there = opened(f"{place}/kernels", limit=3.0)
+            there = opened(f"{place}/kernels")
             machines.obtain("second", there)
     assert open_one.asked == []
     assert there.problem
@@ -297,7 +297,7 @@ def test_a_redirect_does_not_lead_from_https_to_http(
 def test_http_to_another_machine_is_for_who_allows_it(plain, monkeypatch, opened):
     assert opened
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://store.invalid:9000")
-    there = Remote("s3://bucket", limit=1.0, plain=plain)
+    there = Remote("s3://bucket", plain=plain)
     try:
         with pytest.raises(Exception, match="remote cache") as caught:
             there.list()
@@ -344,7 +344,7 @@ def test_a_build_that_fails_says_that_it_compiled(tmp_path, machines, capsys):
 
 
 def checked(url: str, **options: Any) -> dict[str, remote.Check]:
-    there = Remote(url, limit=5.0, **options)
+    there = Remote(url, limit=300.0, **options)
     try:
         return {one.what: one for one in there.check()}
     finally:
@@ -391,6 +391,7 @@ def test_a_check_names_the_cause(
     assert failed[0].fix
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_page_in_place_of_every_object_is_no_store():
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -407,8 +408,8 @@ def test_a_page_in_place_of_every_object_is_no_store():
     assert "write" not in found
 
 
+@pytest.mark.usefixtures("patient")
 def test_check_on_the_command_line(tmp_path, monkeypatch):
-
     from flexops import settings
 
     for store, status in ((f"file://{tmp_path}/s", 0), ("http://127.0.0.1:1/x", 1)):
