@@ -70,6 +70,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if not kept:
         config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
     _use_own_tmpdir(config)
+    _let_examples_take_their_time()
+
+
+def _let_examples_take_their_time() -> None:
+    """Hypothesis fails a test whose example takes 0.2 s, as on a busy machine any may."""
+    try:
+        from hypothesis import HealthCheck, settings
+    except ImportError:  # only some tests need it
+        return
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("patient", settings(), deadline=None, suppress_health_check=slow)
+    settings.load_profile("patient")
 
 
 def _use_own_tmpdir(config: pytest.Config) -> None:

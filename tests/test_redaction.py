@@ -22,7 +22,8 @@ ODD = st.text(alphabet="Zq9/?#@:%&=+$!'()*,;[]~|^`{}<>\"\\é", min_size=1, max_s
 PASSWORDS = ODD.map(lambda text: f"hun{text}ter2")
 SCHEMES = st.sampled_from(["https", "http", "s3", "oci", "ftp"])
 QUICK = hypothesis_settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=200,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 

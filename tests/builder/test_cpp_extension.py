@@ -114,7 +114,6 @@ def test_a_wheel_has_kernels_that_its_library_finds(project, libraries):
         [sys.executable, "setup.py", "-q", "bdist_wheel"],
         cwd=project,
         env=environment(libraries / "cache", **known),
-        timeout=300,
     )
     (wheel,) = (project / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:

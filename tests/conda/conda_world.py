@@ -44,7 +44,6 @@ class World:
         *arguments: str | Path,
         cuda: str | None = None,
         cwd: Path = ROOT,
-        limit: float = 900,
         code: int | None = 0,
     ) -> subprocess.CompletedProcess[str]:
         """The command, as a user would run it; the test fails if it exits with another code."""
@@ -54,7 +53,7 @@ class World:
         if cuda is not None:
             environment["CONDA_OVERRIDE_CUDA"] = cuda
         command = [sys.executable, "-m", "flexops", *map(str, arguments)]
-        return completed(command, cwd=cwd, env=environment, timeout=limit, code=code)
+        return completed(command, cwd=cwd, env=environment, code=code)
 
     def build(
         self, channel: Path, *arguments: str | Path, variant: str = "cpu", code: int | None = 0

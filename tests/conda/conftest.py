@@ -55,7 +55,7 @@ def _upstream(root: Path) -> Place:
         ",".join(compilers),
         ",".join(sysroots),
     ]
-    subprocess.run(command, check=True, timeout=600)
+    subprocess.run(command, check=True, timeout=3600)
     child("index", {"channel": str(place.channel)})
     return place
 

@@ -77,7 +77,7 @@ def cuda(world: World, cpu: CpuBuild, require: Callable[..., None]) -> Place:
         world.pins,
     )
     # a thousand kernels; the tests open libraries, for which this torch is not
-    world.flexops("channel", "build", *wanted, "--no-test", limit=3600)
+    world.flexops("channel", "build", *wanted, "--no-test")
     assert cpu
     return place
 

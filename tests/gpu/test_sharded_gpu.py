@@ -19,11 +19,11 @@ from flexops.build.load import loader
 def test_two_gpus(tmp_path):
     for family in FAMILIES:  # here, so that the ranks find them built
         assert loader.ensure(family, "cuda")
-    run_ranks(2, "cuda", tmp_path / "store", timeout=300)
+    run_ranks(2, "cuda", tmp_path / "store", timeout=1200)
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("two_gpus")
 def test_fp8_models_on_two_gpus(tmp_path):
     worker = Path(__file__).parents[1] / "patching" / "fp8_worker.py"
-    run_ranks(2, "cuda", tmp_path / "store", timeout=300, worker=worker)
+    run_ranks(2, "cuda", tmp_path / "store", timeout=1200, worker=worker)

@@ -31,9 +31,7 @@ class Image:
     ) -> subprocess.CompletedProcess[str]:
         variables = self.environment(checkout, environment)
         # In the checkout, because `python -m` looks for flexops in the working directory first.
-        return completed(
-            self.command(*arguments), cwd=checkout, env=variables, timeout=1800, code=code
-        )
+        return completed(self.command(*arguments), cwd=checkout, env=variables, code=code)
 
     def build(
         self, *arguments: str, checkout: Path = REPOSITORY, code: int | None = 0

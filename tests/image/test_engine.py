@@ -38,7 +38,7 @@ def run(engine: Any, name: str, *command: str, **options: Any) -> tuple[int, str
     container = engine.containers.create(name, list(command), **options)
     try:
         container.start()
-        code = container.wait(timeout=300)["StatusCode"]
+        code = container.wait(timeout=1200)["StatusCode"]
         return code, container.logs(stderr=False).decode(), container.logs(stdout=False).decode()
     finally:
         container.remove(force=True)
@@ -215,14 +215,14 @@ def test_where_it_cannot_compile_it_names_the_image_that_can(engine, cpu_image):
 def test_the_first_process_passes_signals_on(engine, cpu_image):
     script = (
         "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7));"
-        " print('ready', flush=True); time.sleep(60)"
+        " print('ready', flush=True); time.sleep(1200)"
     )
     container = engine.containers.run(cpu_image, ["python", "-c", script], detach=True)
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 300
         while b"ready" not in container.logs() and time.monotonic() < deadline:
             time.sleep(0.1)
-        container.stop(timeout=20)
+        container.stop(timeout=300)
         assert container.wait()["StatusCode"] == 7, (
             "not 137, with which the engine ends what lets the time pass"
         )
@@ -522,11 +522,11 @@ def test_ctrl_c_stops_the_engine_too(engine, image, checkout):
             break
     time.sleep(1)
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "nothing was tagged" in err
     assert "Traceback" not in err
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while containers(engine) - before and time.monotonic() < deadline:
         time.sleep(0.5)
     assert containers(engine) == before

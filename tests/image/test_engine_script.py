@@ -25,7 +25,8 @@ class Machine:
         for name in ("mmdebstrap", "apt-get", "apt-cache"):
             self.program(name, f'echo "{name} $*" >> {folder}/calls')
         self.program(
-            "dockerd", f'echo "dockerd $*" >> {folder}/calls; touch {folder}/answers; exec sleep 60'
+            "dockerd",
+            f'echo "dockerd $*" >> {folder}/calls; touch {folder}/answers; exec sleep 600',
         )
 
     def program(self, name: str, text: str) -> None:
@@ -67,7 +68,7 @@ def test_without_iptables_and_bridges_it_starts_all_the_same(machine):
     machine.program(
         "dockerd",
         f'echo "dockerd $*" >> calls; [ -n "$*" ] || exit 1; touch {machine.folder}/answers; exec'
-        " sleep 60",
+        " sleep 600",
     )
     machine.run("start_engine log && stop_engine")
     assert machine.calls == ["dockerd ", "dockerd --iptables=false --bridge=none"]

@@ -650,7 +650,7 @@ class StepContract:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=120)
+            thread.join(timeout=600)
             assert not thread.is_alive()
         for params in trained:
             assert all(map(torch.equal, params, expected))

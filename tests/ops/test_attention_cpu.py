@@ -112,7 +112,7 @@ def describe(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(problem=problems())
 def test_any_problem(level, problem):
     with isa_limit(level):
@@ -269,7 +269,7 @@ def test_decoding(window, dtype):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=10, derandomize=True)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 90)), min_size=1, max_size=5),
     dtype=st.sampled_from(DTYPES),

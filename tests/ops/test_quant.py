@@ -83,7 +83,7 @@ def test_the_error_is_half_a_step(dtype, bits, symmetric):
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_error_is_half_a_step_for_any_shape(data):
     shape = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
     dim = data.draw(st.integers(-len(shape), len(shape) - 1))

@@ -54,7 +54,7 @@ def test_two_processes(tmp_path, monkeypatch):
         monkeypatch.setenv("FULLY_SHARD", "0")
     for family in FAMILIES:  # here, so that the ranks find them built
         loader.ensure(family, "cpu")
-    run_ranks(2, "cpu", tmp_path / "store", timeout=300)
+    run_ranks(2, "cpu", tmp_path / "store", timeout=1200)
     if not by_torch:
         pytest.skip(
             "DTensors are stepped and clipped as on later torches; fully_shard makes CUDA streams"

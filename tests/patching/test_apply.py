@@ -739,7 +739,7 @@ def test_patching_compiles_nothing(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         check=False,
     )
     assert done.stdout == "{'unasked'}\n", done.stderr

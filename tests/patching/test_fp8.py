@@ -172,7 +172,7 @@ def test_codes_of_a_result_that_was_written_over_are_not_used():
 
 def test_two_processes_have_the_losses_of_one(tmp_path):
     worker = Path(__file__).with_name("fp8_worker.py")
-    run_ranks(2, "cpu", tmp_path / "store", timeout=300, worker=worker)
+    run_ranks(2, "cpu", tmp_path / "store", timeout=1200, worker=worker)
 
 
 def test_decode_steps_are_those_of_a_model_without_fp8(model, monkeypatch):

@@ -34,7 +34,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     version = importlib.metadata.version("transformers")
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:"]
     pip += ["--no-build-isolation", "--dest", str(folder), f"transformers=={version}"]
-    subprocess.run(pip, check=True, timeout=300)
+    subprocess.run(pip, check=True, timeout=3600)
     name = "tests/test_modeling_common.py"
     with tarfile.open(folder / f"transformers-{version}.tar.gz") as archive:
         member = archive.extractfile(f"transformers-{version}/{name}")

@@ -143,7 +143,6 @@ class Checkout:
             cwd=self.root,
             env={**clean, "PATH": self.path, **environ},
             stdin=subprocess.DEVNULL,
-            timeout=1200,
             code=code,
         )
 

@@ -12,8 +12,8 @@ def completed(
     command: Sequence[object], *, code: int | None = 0, **options: Any
 ) -> subprocess.CompletedProcess[str]:
     """The process with its output as text. The test fails if it exits with another code than
-    ``code`` (None: any), or takes ten minutes. ``options``: as of ``subprocess.run``."""
-    options = {"timeout": 600, "check": False, **options}
+    ``code`` (None: any), or takes an hour. ``options``: as of ``subprocess.run``."""
+    options = {"timeout": 3600, "check": False, **options}
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, **options)
     assert code is None or done.returncode == code, (
         f"exit code {done.returncode}: {done.stdout}{done.stderr}"

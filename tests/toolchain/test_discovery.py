@@ -440,7 +440,7 @@ def python(*arguments: str, **environment: str) -> str:
         for name, value in os.environ.items()
         if name not in ("PYTHONPATH", "CUDA_HOME", "CXX")
     }
-    done = completed([sys.executable, *arguments], env={**inherited, **environment}, timeout=60)
+    done = completed([sys.executable, *arguments], env={**inherited, **environment})
     return done.stdout.strip()
 
 

@@ -6,12 +6,13 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -30,8 +31,8 @@ T = TypeVar("T")
 SHELL = "/bin/sh"
 LEAVES_ITS_SESSION = (
     "import subprocess, sys, time;"
-    " p = subprocess.Popen(['sleep', '60'], start_new_session=True);"
-    " print(p.pid, flush=True); time.sleep(60)"
+    " p = subprocess.Popen(['sleep', '600'], start_new_session=True);"
+    " print(p.pid, flush=True); time.sleep(600)"
 )
 
 
@@ -67,24 +68,54 @@ def test_a_command_runs_to_its_end():
 
 def test_a_time_limit_ends_what_left_the_session_too():
     """A compiler under ninja has a group of its own, so a kill of the child's group misses it."""
-    done = within(20, lambda: proc.run([sys.executable, "-c", LEAVES_ITS_SESSION], seconds=2))
-    assert done.status is None
+    command = [sys.executable, "-c", LEAVES_ITS_SESSION]
+    for limit in (2, 20, 200):  # a loaded machine may not get to start the child within the first
+        done = within(limit + 300, lambda limit=limit: proc.run(command, seconds=limit))
+        assert done.status is None
+        if done.output:
+            break
     assert ends(int(done.output))
 
 
-def test_an_interruption_ends_the_child(tmp_path):
-    file = tmp_path / "pid"
-    program = f"open({str(file)!r}, 'w').write(str(__import__('os').getpid())); import time; "
-    timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        proc.run([sys.executable, "-c", f"{program}time.sleep(60)"])
-    assert ends(int(file.read_text()))
+def test_an_interruption_ends_the_child(tmp_path, monkeypatch):
+    fifo = tmp_path / "pid"
+    os.mkfifo(fifo)
+    said: list[str] = []
+    waits, heard, real = threading.Event(), threading.Event(), subprocess.Popen.communicate
+
+    def communicate(*arguments: Any, **options: Any) -> Any:
+        waits.set()
+        return real(*arguments, **options)
+
+    def interrupt() -> None:
+        said.append(fifo.read_text())
+        waits.wait()
+        while not heard.is_set():  # one that comes just before the wait does not end it
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+
+    def hear(*_: object) -> None:
+        if not heard.is_set():
+            heard.set()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", communicate)
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            proc.run([SHELL, "-c", f"echo $$ > '{fifo}'; exec sleep 600"])
+    finally:
+        heard.set()
+        thread.join(600)
+        signal.signal(signal.SIGINT, before)
+    assert ends(int(said[0]))
 
 
 def test_lines_end_with_the_process_where_another_keeps_its_pipe_open():
-    process = proc.start([SHELL, "-c", "sleep 60 & echo $!; printf 'no end'"])
-    sleeper, last = within(20, lambda: proc.lines(process))
+    process = proc.start([SHELL, "-c", "sleep 600 & echo $!; printf 'no end'"])
+    sleeper, last = within(300, lambda: proc.lines(process))
     os.kill(int(sleeper), signal.SIGKILL)
     assert last == "no end"
     assert process.stdout
@@ -104,7 +135,7 @@ def test_a_worker_answers_beyond_the_1024th_file(tmp_path):
     opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
         child = proc.JsonChild(script)
-        assert child.ask({"a": [1]}, 20) == {"a": [1]}
+        assert child.ask({"a": [1]}, 300) == {"a": [1]}
         child.stop()
     finally:
         for one in opened:
@@ -116,13 +147,13 @@ def test_a_worker_answers_beyond_the_1024th_file(tmp_path):
 def test_a_worker_that_does_not_answer_or_ends():
     slow = proc.JsonChild(Path("/dev/null"))  # an empty script ends at once
     with pytest.raises(BrokenPipeError):
-        slow.ask({}, 20)
+        slow.ask({}, 300)
     assert slow.end == (0, "")
 
 
 def test_a_worker_is_killed_at_its_time_limit(tmp_path):
     script = tmp_path / "hang.py"
-    script.write_text("import time; time.sleep(60)")
+    script.write_text("import time; time.sleep(600)")
     child = proc.JsonChild(script)
     with pytest.raises(TimeoutError):
         child.ask({}, 0.3)
@@ -130,8 +161,8 @@ def test_a_worker_is_killed_at_its_time_limit(tmp_path):
 
 
 def ends(process: int) -> bool:
-    """Whether a process ends within five seconds."""
-    deadline = time.monotonic() + 5
+    """Whether a process ends in the end."""
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         try:
             state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]

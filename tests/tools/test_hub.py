@@ -43,7 +43,7 @@ def load(repository: Path, **environment: str) -> str:
     plain = {key: one for key, one in os.environ.items() if not key.startswith("FLEXOPS_")}
     command = [sys.executable, "-c", LOADED, str(repository)]
     variables = {**plain, "PYTHONPATH": "", **environment}
-    done = completed(command, cwd=repository, timeout=300, env=variables)
+    done = completed(command, cwd=repository, env=variables)
     return done.stdout
 
 

@@ -159,7 +159,7 @@ def compile_all(
     ]
     jobs = device_code.choose_jobs(toolchain.resources.detect(), settings.current().max_jobs)
     for result in device_code.obtain(
-        programs, loader.open_cache(settings.current()), jobs=jobs, time_limit=120
+        programs, loader.open_cache(settings.current()), jobs=jobs, time_limit=600
     ):
         entry = result.require()
         code = entry.library.read_bytes()
@@ -195,7 +195,7 @@ def test_weights_are_asked_for_before_the_kernel_ahead_has_ended(shape, rows, co
     name = f"flexops::few_rows::product<flexops::bf16, {shape}, flexops::few_rows::{rows}, true>"
     made = device_code.obtain(
         [plan(name, compiler, "9.0", "few_rows")],
-        loader.open_cache(settings.current()), jobs=1, time_limit=120,
+        loader.open_cache(settings.current()), jobs=1, time_limit=600,
     )  # fmt: skip
     entry = next(iter(made)).require()
     code = cubin.sections(entry.library.read_bytes())[f".text.{entry.manifest.symbol}"]
@@ -264,7 +264,7 @@ def test_a_build_for_older_gpus_says_where_no_kernels_run(compilers, tmp_path, r
         command = [sys.executable, "-m", "flexops", "build", *families, "--device", "cuda",
             "--arch", "6.0;6.1;7.0;7.5"]  # fmt: skip
         environment = {**os.environ, "CUDA_HOME": str(home), "FLEXOPS_LOG": "quiet"}
-        done = completed(command, env=environment, timeout=600)
+        done = completed(command, env=environment)
         return {
             line.split()[0]: line for line in done.stdout.splitlines() if "KiB" in line
         }, done.stderr
@@ -457,7 +457,7 @@ def test_a_compiler_that_hangs_is_stopped_and_one_that_dies_is_said(tmp_path, co
     one = odd_plan(csrc_with(tmp_path / "csrc", "out[0] = x[0];"), compiler)
     worker = tmp_path / "worker.py"
     ends = {
-        "time.sleep(60)": "not done after 1 s",
+        "time.sleep(600)": "not done after 1 s",
         "os.kill(os.getpid(), 9)": "signal 9",
         "os._exit(3)": "status 3",
     }
@@ -465,7 +465,8 @@ def test_a_compiler_that_hangs_is_stopped_and_one_that_dies_is_said(tmp_path, co
         worker.write_text(f"import os, time; {end}")
         original, kernel_compiler._WORKER = kernel_compiler._WORKER, worker
         try:
-            result = device_code.obtain([one], cache, time_limit=1)[0]
+            limit = 1 if "sleep" in end else 600
+            result = device_code.obtain([one], cache, time_limit=limit)[0]
         finally:
             kernel_compiler._WORKER = original
         assert said in failure(result)
@@ -473,7 +474,7 @@ def test_a_compiler_that_hangs_is_stopped_and_one_that_dies_is_said(tmp_path, co
         assert ("fix: more memory" in failure(result)) == ("9" in end), (
             "the system kills what takes too much"
         )
-    assert device_code.obtain([one], cache, time_limit=60)[0].entry, "nothing is left of it"
+    assert device_code.obtain([one], cache, time_limit=600)[0].entry, "nothing is left of it"
 
 
 def test_a_compiler_that_runs_out_of_memory_says_so_and_names_the_kernel(
@@ -490,7 +491,7 @@ def test_a_compiler_that_runs_out_of_memory_says_so_and_names_the_kernel(
             f"import resource, runpy; resource.setrlimit(resource.RLIMIT_AS, ({limit},) * 2);"
             f" runpy.run_path({real!r}, run_name='__main__')"
         )
-        result = device_code.obtain([one], BuildCache(tmp_path / "cache"), time_limit=60)[0]
+        result = device_code.obtain([one], BuildCache(tmp_path / "cache"), time_limit=600)[0]
         if result.entry:
             break
         said = failure(result)
@@ -694,7 +695,7 @@ def test_processes_that_want_the_same_kernel_compile_it_once(tmp_path, compiler)
         )
         for _ in range(3)
     ]
-    said = sorted(child.communicate(timeout=120)[0].strip() for child in children)
+    said = sorted(child.communicate(timeout=600)[0].strip() for child in children)
     assert said == ["False", "True", "True"]
 
 
@@ -703,7 +704,7 @@ def test_an_interrupt_leaves_no_compiler_behind(tmp_path, compiler):
     worker = tmp_path / "worker.py"
     worker.write_text(
         f"import os, time; open({str(tmp_path / 'pid')!r}, 'a').write(f'{{os.getpid()}} ');"
-        " time.sleep(60)"
+        " time.sleep(600)"
     )
     plans = [odd_plan(csrc, compiler, architecture) for architecture in ("8.0", "9.0")]
 
@@ -719,10 +720,11 @@ def test_an_interrupt_leaves_no_compiler_behind(tmp_path, compiler):
             device_code.obtain(plans, BuildCache(tmp_path / "cache"), jobs=2)
     finally:
         kernel_compiler._WORKER = original
-    time.sleep(0.3)
     for pid in (tmp_path / "pid").read_text().split():
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(pid), 0)
+        until = time.monotonic() + 300
+        while Path(f"/proc/{pid}").exists():
+            assert time.monotonic() < until, "it still runs"
+            time.sleep(0.01)
 
 
 def test_nvcc_is_the_second_provider_of_the_same_code(tmp_path, nvcc_toolkit, compiler):

@@ -143,7 +143,7 @@ def test_a_compiler_that_hangs_is_stopped_and_its_source_named(tmp_path):
     source, alive = tmp_path / "it's slow.cu", tmp_path / "alive"
     source.touch()
     os.mkfifo(alive)  # which what the compiler has started holds open for as long as it lives
-    child = f"(echo started; sleep 60; echo ended) > '{alive}' & wait"
+    child = f"(echo started; sleep 600; echo ended) > '{alive}' & wait"
     hanging, good = (
         shell_plan("hanging", f"echo half > lib.so; {child}"),
         shell_plan("good", "echo > lib.so"),
@@ -151,7 +151,7 @@ def test_a_compiler_that_hangs_is_stopped_and_its_source_named(tmp_path):
     reader = os.open(alive, os.O_RDONLY | os.O_NONBLOCK)
     said = b""
     # a loaded machine may not get to start the child within the first limit
-    for limit in (1, 10, 30):
+    for limit in (1, 10, 100):
         step = hanging.steps[0]._replace(inputs=(str(source),))
         outcome = compiler.run(
             [hanging._replace(timeout=limit, steps=(step,)), good], tmp_path / f"work{limit}"
@@ -172,7 +172,7 @@ def test_a_compiler_that_hangs_is_stopped_and_its_source_named(tmp_path):
 def _read_until_closed(reader: int) -> bytes:
     """What was written until the last writer ended; fails if one lives on."""
     said = b""
-    while select.select([reader], [], [], 60)[0]:
+    while select.select([reader], [], [], 300)[0]:
         if not (part := os.read(reader, 4096)):
             return said
         said += part
@@ -204,22 +204,20 @@ def test_debug_shows_commands(tmp_path):
 
 
 def test_plans_share_the_processors_within_the_memory_of_the_most_demanding(tmp_path):
-    clock = "; ".join(
-        ["date +%s.%N > started", "sleep 0.3", "echo > lib.so", "date +%s.%N > ended"]
-    )
+    met = "while ! [ -e ../p0/began -a -e ../p1/began ]; do sleep 0.02; done"
+    single = "mkdir ../busy && sleep 0.3 && rmdir ../busy"
 
-    def times(name: str, *jobs: int) -> list[tuple[float, float]]:
-        plans = [shell_plan(f"p{number}", clock, jobs=count) for number, count in enumerate(jobs)]
-        compiler.run(plans, tmp_path / name)
-        folders = [tmp_path / name / plan.name for plan in plans]
-        return sorted(
-            (float((folder / "started").read_text()), float((folder / "ended").read_text()))
-            for folder in folders
-        )
+    def succeeds(name: str, command: str, *jobs: int) -> bool:
+        text = f": > began; {command} && : > lib.so"
+        plans = [
+            shell_plan(f"p{number}", text, jobs=count)._replace(timeout=300)
+            for number, count in enumerate(jobs)
+        ]
+        outcome = compiler.run(plans, tmp_path / name)
+        return not any(outcome.failed(plan) for plan in plans)
 
-    together, alone = times("together", 2, 2), times("alone", 2, 1)
-    assert together[1][0] < together[0][1], "they overlap"
-    assert alone[1][0] >= alone[0][1], "one at a time, as the more demanding plan asks"
+    assert succeeds("together", met, 2, 2), "both run before one ends"
+    assert succeeds("alone", single, 2, 1), "one at a time, as the more demanding plan asks"
 
 
 def test_no_ninja_is_said(tmp_path):
@@ -239,7 +237,7 @@ def test_the_environment_of_a_plan_is_given(tmp_path):
 @pytest.mark.parametrize("how", ["plain", "in a session of its own"])
 def test_a_link_that_hangs_is_stopped_and_named(tmp_path, how):
     """A process in another session keeps the pipe open that ninja waits for."""
-    sleep = f"{'' if how == 'plain' else 'setsid -w '}sh -c 'sleep 41; echo > ../ended'"
+    sleep = f"{'' if how == 'plain' else 'setsid -w '}sh -c 'sleep 600; echo > ../ended'"
     plan = shell_plan("slow", f"echo half > lib.so; {sleep}; true")._replace(timeout=1)
     outcome = compiler.run([plan], tmp_path / "work")
     assert not (tmp_path / "work" / "ended").exists(), "it was waited for"

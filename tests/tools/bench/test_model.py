@@ -136,7 +136,7 @@ def test_joules_are_those_between_ticks_of_the_counter(monkeypatch):
 
     def step():  # twenty reads, a fifth of a second, before the watch and 8 to 12 steps in it
         for _ in range(20 if watched() else 0):
-            assert reads.acquire(timeout=30)
+            assert reads.acquire(timeout=600)
 
     def watched():
         return threading.active_count() > threads
