@@ -70,7 +70,7 @@ _dockerd() {
   local log=$1
   setsid dockerd "${@:2}" </dev/null >"$log" 2>&1 &
   ENGINE_PID=$!
-  for _ in {1..60}; do
+  for _ in {1..600}; do
     engine_answers && return 0
     kill -0 "$ENGINE_PID" 2>/dev/null || break
     sleep 0.5
