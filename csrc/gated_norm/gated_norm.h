@@ -1,5 +1,4 @@
-// The launchers of the gated RMS norm's backward pass. What they compute:
-// flexops/ops/gated_norm.py.
+// The launchers of the gated RMS norm. What they compute: flexops/ops/gated_norm.py.
 #pragma once
 
 #include "common/cpu.h"
@@ -16,12 +15,22 @@ struct GatedNormBackward {
   int64_t parts = 0;
 };
 
+/// Queued on `stream`. Returns nullptr, or CUDA's error text.
+FLEXOPS_CUDA_DECLARE(const char* gated_rms_norm_cuda(const TensorView& x, const TensorView& gate,
+                                                     const TensorView& weight, double eps,
+                                                     int64_t groups, bool norm_first, bool sigmoid,
+                                                     const TensorView& out, void* stream))
 /// How many parts the current GPU makes.
 FLEXOPS_CUDA_DECLARE(int64_t gated_norm_parts_cuda(const GatedNormBackward& call))
 /// Queued on `stream`. Returns nullptr, or CUDA's error text.
 FLEXOPS_CUDA_DECLARE(const char* gated_norm_backward_cuda(const GatedNormBackward& call,
                                                           void* stream))
 
+/// Rows [begin, end).
+FLEXOPS_ISA_DECLARE(void gated_rms_norm_cpu(const TensorView& x, const TensorView& gate,
+                                            const TensorView& weight, double eps, int64_t groups,
+                                            bool norm_first, bool sigmoid, const TensorView& out,
+                                            int64_t begin, int64_t end))
 /// Parts [begin, end), and columns [begin, end) of the weight's gradient.
 FLEXOPS_ISA_DECLARE(void gated_norm_backward_cpu(const GatedNormBackward& call, int64_t begin,
                                                  int64_t end))

@@ -77,7 +77,7 @@ def gated_rms_norm(
         check_shape(where[:-1], "weight", weight, x.shape[-1:])
     if weight is not None and weight.dtype in FLOAT_DTYPES and weight.dtype != x.dtype:
         weight = weight.float()
-    rows = (one.reshape(-1, x.shape[-1]) if x.dim() != 2 else one for one in (x, gate))
+    rows = (one.unsqueeze(0).flatten(0, -2) if x.dim() != 2 else one for one in (x, gate))
     result: Tensor = _CALL(*rows, weight, eps, groups, norm_first, activation == "sigmoid")
     return result.view(x.shape)
 

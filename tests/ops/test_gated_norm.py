@@ -117,6 +117,32 @@ def test_transformers_classes(make, options, dtype):
     )
 
 
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (2, 3, 0), (0, 6), (0, 3, 6), (2, 0, 6)], ids=str)
+def test_no_elements(shape):
+    x, gate = (torch.randn(shape, requires_grad=True) for _ in range(2))
+    weight = torch.randn(shape[-1], requires_grad=True)
+    out = flexops.gated_rms_norm(x, gate, weight)
+    assert out.shape == shape
+    gradients = torch.autograd.grad(out, (x, gate, weight), torch.ones_like(out))
+    assert [one.shape for one in gradients] == [x.shape, x.shape, weight.shape]
+    assert not gradients[2].any()
+
+
+@pytest.mark.parametrize("groups", [0, -1, 4, 2**31])
+def test_the_operators_themselves_reject_groups(groups, native_kernels):
+    """A number of columns that is divided by 0 would end the process."""
+    native_kernels("gated_norm", "cpu")
+    x, options = torch.zeros(2, 6), (None, 1e-6, groups, True, False)
+    for call in (
+        lambda: torch.ops.flexops.gated_rms_norm(x, x, *options),
+        lambda: torch.ops.flexops.gated_rms_norm_backward(x, x, x, *options),
+    ):
+        with pytest.raises(
+            RuntimeError, match=f"groups must divide the columns of x, got {groups}"
+        ):
+            call()
+
+
 def test_wrong_calls():
     x = torch.zeros(2, 6)
     for options, message in (

@@ -912,7 +912,6 @@ CATALOG: tuple[OpSpec, ...] = (
             f"gated_rms_norm({_GATED_NORM}) -> Tensor",
             dtypes={"x": _FLOATS, "gate": "x", "weight": _FLOATS},
             shapes={"gate": "x", "weight": "x[1]"},
-            split="rows",
             gradient=True,
         ),
         _op(
