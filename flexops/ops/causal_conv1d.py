@@ -19,11 +19,11 @@ from torch import Tensor
 
 from ._arguments import ANY_FLOAT, check_device, check_shape, check_tensor, wide
 from ._declared import define
+from ._multi_tensor import increment_versions
 from ._register import caller
 from ._self_check import Make, checking
 
 _TAPS = 4
-_ACTIVATIONS = {None: False, "silu": True, "swish": True}
 
 
 @overload
@@ -95,8 +95,9 @@ def causal_conv1d(
     out: Tensor = _CALL(rows, taps, offset, silu)[:, before:].transpose(1, 2)
     if not return_final_states:
         return out
-    final = F.pad(rows, (0, 0, max(width - 1 - rows.shape[1], 0), 0))
-    return out, final[:, final.shape[1] - width + 1 :].transpose(1, 2)
+    last = rows[:, max(rows.shape[1] - width + 1, 0) :]
+    final = F.pad(last, (0, 0, width - 1 - last.shape[1], 0))  # a copy: it keeps no other steps
+    return out, final.transpose(1, 2)
 
 
 def causal_conv1d_update(
@@ -137,6 +138,7 @@ def causal_conv1d_update(
         if weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
             weight, bias = wide(weight), None if bias is None else wide(bias)
         out: Tensor = _UPDATE(conv_state, steps, weight.contiguous(), bias, silu)
+    increment_versions([conv_state])
     return out.squeeze(-1) if x.dim() == 2 else out
 
 
@@ -147,7 +149,7 @@ def _check(
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
         if tensor is not None or name != "bias":
             check_tensor(where[:-1], name, tensor, ANY_FLOAT)
-    if activation not in _ACTIVATIONS:
+    if activation not in (None, "silu", "swish"):
         raise ValueError(f"{where} activation must be None or 'silu', got {activation!r}")
     check_shape(where[:-1], "x", x, "BDL")
     check_shape(where[:-1], "weight", weight, [x.shape[1], "W"], " with at least one tap")
@@ -155,7 +157,7 @@ def _check(
         raise ValueError(f"{where} weight must have at least one tap, got {_shape(weight)}")
     if bias is not None:
         check_shape(where[:-1], "bias", bias, x.shape[1:2])
-    return _ACTIVATIONS[activation]
+    return activation is not None
 
 
 def _shape(tensor: Tensor) -> list[int]:
@@ -223,7 +225,7 @@ def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[T
 
 define("causal_conv1d", _reference, saves=("x", "weight", "bias"), backward=_backward)
 define("causal_conv1d_backward", _backward_reference)
-define("causal_conv1d_update_", _update_reference)
+define("causal_conv1d_update_", _update_reference, function="causal_conv1d_update")
 _CALL = caller(torch.ops.flexops.causal_conv1d.default)
 _UPDATE = caller(torch.ops.flexops.causal_conv1d_update_.default)
 

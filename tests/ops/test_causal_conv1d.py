@@ -45,6 +45,7 @@ def wrong_calls() -> tuple[Refusal, ...]:
         wrong("weight must have 1 to 4 taps, got shape", x, torch.zeros(3, 5)),
         wrong(r"bias must have shape \[3\], got \[4\]", x, w, w[0]),
         wrong("activation must be None or 'silu', got 'gelu'", x, w, activation="gelu"),
+        wrong(r"activation must be None or 'silu', got \['silu'\]", x, w, activation=["silu"]),
         wrong("x must be a float32, float16 or bfloat16 tensor", x.int(), w, error=TypeError),
         wrong("initial_states must be a float32", x, w, initial_states=x.int(), error=TypeError),
         wrong("initial_states must be a float32", x, w, initial_states=[], error=TypeError),
@@ -149,12 +150,46 @@ def test_steps_one_by_one_are_the_whole(size, dtype):
     assert torch.equal(state, x[:, :, -size:])
 
 
+def test_final_states_keep_no_other_steps():
+    x = torch.randn(2, 3, 500)
+    _, final = flexops.causal_conv1d(x, torch.randn(3, 4), return_final_states=True)
+    assert torch.equal(final, x[..., -3:])
+    assert final.untyped_storage().nbytes() == final.numel() * final.element_size()
+
+
+def test_a_backward_pass_notices_that_a_state_was_written():
+    state, factor = torch.randn(2, 3, 4), torch.ones((), requires_grad=True)
+    product = (factor * state).sum()
+    flexops.causal_conv1d_update(torch.randn(2, 3), state, torch.randn(3, 4))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_the_update_itself_rejects_other_shapes(native_kernels):
+    """It would read and write beyond them."""
+    native_kernels("causal_conv1d", "cpu")
+    state, x, weight = torch.zeros(2, 3, 4), torch.zeros(2, 3, 1), torch.zeros(3, 4)
+    op = torch.ops.flexops.causal_conv1d_update_
+    for args, message in (
+        ((state[:1].clone(), x, weight), r"x must have shape \[1, 3, 1\], got \[2, 3, 1\]"),
+        ((state, x, weight[:2].clone()), r"weight must have shape \[3, 4\], got \[2, 4\]"),
+    ):
+        with pytest.raises((RuntimeError, ValueError), match=message):
+            op(*args, None, False)
+
+
 def test_wrong_states():
     x, weight = torch.zeros(2, 3, 1), torch.zeros(3, 4)
     with pytest.raises(ValueError, match=r"conv_state must hold at least 3 steps, got shape"):
         flexops.causal_conv1d_update(x, torch.zeros(2, 3, 2), weight)
-    for state, words in ((None, "conv_state must be a"), (x.double(), "state must be float32")):
+    for state, words in (
+        (None, "update: conv_state must be a float32, float16 or bfloat16 tensor, got NoneType"),
+        (x.double(), "update: conv_state must be float32, float16 or bfloat16, got float64"),
+        (x.half(), "update: x must be float16, as conv_state, got float32"),
+    ):
         with pytest.raises(TypeError, match=words):
             flexops.causal_conv1d_update(x, state, weight[:, :2])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="update: x must be on the device of conv_state, meta"):
+        flexops.causal_conv1d_update(x, torch.zeros(2, 3, 4, device="meta"), weight)
     with pytest.raises(ValueError, match=r"conv_state must have shape \[2, 3, S\], got"):
         flexops.causal_conv1d_update(x, torch.zeros(2, 4, 3), weight)

@@ -898,10 +898,10 @@ CATALOG: tuple[OpSpec, ...] = (
             ),
         ),
         _op(
-            "causal_conv1d_update_(Tensor(a!) state, Tensor x, Tensor weight, Tensor? bias, bool"
-            " silu) -> Tensor",
-            dtypes={"x": "state", "weight": _FLOATS, "bias": "weight"},
-            shapes={"bias": "x[1]"},
+            "causal_conv1d_update_(Tensor(a!) conv_state, Tensor x, Tensor weight, Tensor? bias,"
+            " bool silu) -> Tensor",
+            dtypes={"x": "conv_state", "weight": _FLOATS, "bias": "weight"},
+            shapes={"x": "conv_state[:-1], x[-1]", "weight": "x[1], weight[1]", "bias": "x[1]"},
             strided={"x": "any"},
             outputs=(Output("x", "x"),),
         ),
