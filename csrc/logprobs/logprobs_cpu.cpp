@@ -95,7 +95,8 @@ void logprobs_cpu(const void* logits, const int64_t* target, const LogprobRows& 
       const float* const z = block.load(logits, offset + at, count, shape, false);
       const float now = greatest(z, count, highest);
       if (now > highest) {
-        const double shift = static_cast<double>(highest > -kInfinity ? base - now : kLeast);
+        const float distance = base - now;
+        const double shift = static_cast<double>(distance < kLeast ? kLeast : distance);
         const double factor = static_cast<double>(__builtin_expf(highest - now));
         weighted = (weighted + sum * shift) * factor, sum *= factor;
         highest = base = now;

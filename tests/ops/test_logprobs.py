@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from contract import Case, Contract, Refusal
+from contract import Case, Contract, Refusal, at_each_isa
 from cross_entropy_cases import layer_inputs, logits_and_target
 from logprobs_cases import check_draw
 from torch import Tensor
@@ -174,6 +174,18 @@ def test_ignored_invalid_and_masked_classes(softcap):
     expected = plain(logits.detach()[3:, :2], target[3:], softcap=softcap or 0.0)
     torch.testing.assert_close(result[3:], expected[0])
     torch.testing.assert_close(entropy[3:], expected[1])
+
+
+@pytest.mark.usefixtures("native")
+def test_logits_further_apart_than_a_float_is_large():
+    """In blocks of their own, whose maxima have a distance of -infinity."""
+    logits = torch.full((2, 3000), -3e38)
+    logits[0, 1500], logits[1, 2900] = 3e38, 1e38
+    for isa in at_each_isa("cpu"):
+        with isa:
+            result, entropy = flexops.logprobs(logits, torch.tensor([1500, 0]), return_entropy=True)
+        assert result.tolist() == [0, -torch.inf]
+        assert entropy.tolist() == [0, 0]
 
 
 def test_another_ignored_class():
