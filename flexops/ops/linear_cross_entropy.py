@@ -166,7 +166,9 @@ def linear_cross_entropy(
 
 def flat_rows(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """``[N, H]`` and ``[N]``."""
-    return (x, target) if target.dim() == 1 else (x.reshape(-1, x.shape[-1]), target.reshape(-1))
+    if target.dim() == 1:
+        return x, target
+    return x.unsqueeze(0).flatten(0, -2), target.reshape(-1)
 
 
 def check_chunk_size(op: str, chunk_size: int | None) -> None:

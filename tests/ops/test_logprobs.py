@@ -3,6 +3,7 @@ values."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -186,6 +187,13 @@ def test_logits_further_apart_than_a_float_is_large():
             result, entropy = flexops.logprobs(logits, torch.tensor([1500, 0]), return_entropy=True)
         assert result.tolist() == [0, -torch.inf]
         assert entropy.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (2, 3, 0)], ids=str)
+def test_a_layer_without_inputs(shape):
+    hidden, weight = torch.randn(shape), torch.randn(5, 0)
+    result = flexops.linear_logprobs(hidden, weight, torch.zeros(shape[:-1], dtype=torch.int64))
+    torch.testing.assert_close(result, torch.full(shape[:-1], -math.log(5)))
 
 
 def test_another_ignored_class():
