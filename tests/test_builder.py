@@ -1175,6 +1175,13 @@ def test_a_package_has_a_name_of_its_own(name, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_package_where_nothing_can_be_written(tmp_path):
+    with pytest.raises(FlexopsError, match="missing/other cannot be written") as failed:
+        new.write("other", "scale", tmp_path / "missing")
+    assert "No such file or directory" in failed.value.found
+    assert failed.value.fix
+
+
 def test_a_package_that_is_there_is_whole(tmp_path, monkeypatch):
     """A command that is killed while it writes can be run again."""
     made, renamed, seen = tmp_path / "other", new._renamed, []

@@ -23,7 +23,7 @@ def write(name: str, family: str, where: Path) -> list[Path]:
     its files.
 
     Raises:
-        FlexopsError: a name is none, or there is something already.
+        FlexopsError: a name is none, there is something already, or nothing can be written.
     """
     for what, given in (("a package", name), ("a family", family)):
         fits = re.fullmatch(r"[a-z][a-z0-9_]{,79}", given)
@@ -46,25 +46,38 @@ def write(name: str, family: str, where: Path) -> list[Path]:
             required="a directory that does not exist yet",
             fix="give the package another name, or remove it",
         )
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=where) as folder:
+            made = Path(folder, name)
+            files = _write_files(made, name, family)
+            made.rename(root)
+    except OSError as error:
+        raise FlexopsError(
+            f"{root} cannot be written",
+            found=str(error),
+            required="a directory in which directories can be made",
+            fix="run it in another directory",
+        ) from None
+    return [root / file for file in files]
+
+
+def _write_files(root: Path, name: str, family: str) -> list[str]:
+    """Returns them relative to ``root``."""
     template = layout.example_root()
     written = []
-    with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=where) as folder:
-        made = Path(folder, name)
-        for path in sorted(template.rglob("*")):
-            relative = path.relative_to(template)
-            if (
-                path.is_file()
-                and not {"__pycache__", "_aot", "build"}.intersection(relative.parts)
-                and path.suffix != ".pyc"
-            ):
-                place = _renamed(str(relative), name, family)
-                target = made / place
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_text(
-                    _renamed(path.read_text(encoding="utf-8"), name, family), encoding="utf-8"
-                )
-                written.append(root / place)
-        made.rename(root)
+    for path in sorted(template.rglob("*")):
+        relative = path.relative_to(template)
+        if (
+            path.is_file()
+            and not {"__pycache__", "_aot", "build"}.intersection(relative.parts)
+            and path.suffix != ".pyc"
+        ):
+            file = _renamed(str(relative), name, family)
+            target = root / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            text = _renamed(path.read_text(encoding="utf-8"), name, family)
+            target.write_text(text, encoding="utf-8")
+            written.append(file)
     return written
 
 
