@@ -181,6 +181,38 @@ def test_what_a_kernel_does_not_write_is_not_the_result_of_the_call_before():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+GRANULES = """
+__global__ void granules(const float* x, float* out, int n, int more) {
+  const long long head = reinterpret_cast<long long>(x) % 16 / 4;
+  const float4 read = reinterpret_cast<const float4*>(x - head)[int(threadIdx.x) - more];
+  const float all[] = {read.x, read.y, read.z, read.w};
+  for (int i = 0; i < 4; ++i) {
+    const long long at = 4 * threadIdx.x + i - head;
+    if (at >= 0 && at < n) out[at] = all[i];
+  }
+}
+"""
+
+
+@pytest.mark.usefixtures("host_compiler")
+@pytest.mark.parametrize("shift", range(4))
+def test_16_aligned_bytes_are_read_whole(shift):
+    """A GPU's memory begins and ends at such: kernels read rows at any address so."""
+    kernel = flexops.kernel(
+        GRANULES,
+        "emulated::granules(Tensor x, Tensor(a!) out, int more) -> ()",
+        args={"n": lambda x: x.numel()},
+        grid=1,
+        block=2,
+    )
+    x = torch.randn(12)[shift : shift + 5]
+    out = torch.zeros(5)
+    emulate(kernel, x, out, 0)
+    assert torch.equal(out, x)
+    with pytest.raises(EmulationError, match=r"16 bytes at 0x[0-9a-f]+ are out of bounds"):
+        emulate(kernel, x, out, 1)
+
+
 ACTIVE = r"""
 __global__ void active(const int* x, int* lanes, int* count, int n) {
   const int i = threadIdx.x;

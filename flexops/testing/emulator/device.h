@@ -525,7 +525,9 @@ inline void turn(Thread& t, u32 line) {
   const auto end_of = [access](const Range& range) { return access == READ ? (range.end + 15) & ~u64(15) : range.end; };
   Range& last = l.last;
   if (address - last.begin < last.end - last.begin && address + bytes <= end_of(last)) return;
-  const auto after = std::upper_bound(l.ranges.begin(), l.ranges.end(), address, [](u64 a, const Range& r) { return a < r.begin; });
+  // 16 aligned bytes lie in one allocation if one of them does, so that they may be read whole.
+  const u64 until = access == READ ? address | 15 : address;
+  const auto after = std::upper_bound(l.ranges.begin(), l.ranges.end(), until, [](u64 a, const Range& r) { return a < r.begin; });
   if (after == l.ranges.begin() || address + bytes > end_of(after[-1])) {
     const s64 past = after == l.ranges.begin() ? 0 : static_cast<s64>(address - after[-1].end);
     fault(t, line, "%u bytes at %#llx are out of bounds: %lld bytes past the end of the memory before", bytes, (unsigned long long)address, (long long)past);
