@@ -99,7 +99,7 @@ def _check_scale(where: str, scale: Any) -> None:
     """What is not finite makes every row NaN, without a word: ``0 * inf`` is none of the scores."""
     try:
         finite = -_LARGEST <= scale <= _LARGEST
-    except TypeError:
+    except (TypeError, RuntimeError):  # a tensor of several elements is neither true nor false
         raise TypeError(f"{where} scale must be a number, got {type(scale).__name__}") from None
     if not finite:
         raise ValueError(f"{where} scale must be finite in float32, got {scale}")

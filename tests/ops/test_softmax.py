@@ -277,7 +277,7 @@ def test_the_masks_gradient_is_summed_over_what_it_was_broadcast_along():
             torch.testing.assert_close(ours, torchs)
 
 
-@pytest.mark.parametrize("scale", [math.inf, -math.inf, math.nan, 1e39, None, "2"])
+@pytest.mark.parametrize("scale", [math.inf, -math.inf, math.nan, 1e39, None, "2", torch.ones(2)])
 def test_a_scale_that_is_no_finite_number_is_rejected(scale):
     error = ValueError if isinstance(scale, float) else TypeError
     for name in ("causal_softmax", "scaled_masked_softmax"):
