@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,14 +51,19 @@ def say(message: dict[str, Any]) -> None:
 
 
 def run(
-    arguments: Sequence[str], *, timeout: float, environment: dict[str, str] | None = None
+    arguments: Sequence[str],
+    *,
+    timeout: float,
+    environment: dict[str, str] | None = None,
+    without: Collection[str] = (),
 ) -> Child:
-    """Run this Python with ``arguments``; its own children are stopped with it. Raises ``OSError``
-    if it cannot be started."""
+    """Run this Python with ``arguments``, and without some variables of this process; its own
+    children are stopped with it. Raises ``OSError`` if it cannot be started."""
+    own = {name: value for name, value in os.environ.items() if name not in without}
     done = proc.run(
         [sys.executable, *arguments],
         seconds=timeout,
-        environment={**os.environ, **_import_path(), **(environment or {})},
+        environment={**own, **_import_path(), **(environment or {})},
     )
     return _read(done.status, done.output)
 

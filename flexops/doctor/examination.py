@@ -3,13 +3,14 @@ and nothing that goes wrong ends it."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from . import trial
+from . import children, trial
 from .facts import BuildTrial, Facts, TargetFact, Unknown, known
 from .finding import DoctorReport, Section, fail
 from .judgement import judge
@@ -52,19 +53,33 @@ def gather(target_id: str | None = None) -> Facts:
                 BuildTrial(device, skipped="torch cannot be imported") for device in _DEVICES
             ),
         )
-    facts = replace(facts, builds=_try_to_build(facts), ops=guarded(trial.ops))
+    run = _run(facts)
+    facts = replace(
+        facts, builds=_try_to_build(facts, run), ops=guarded(lambda: trial.ops(run=run))
+    )
     # the ops may just have been compiled into it
     return replace(facts, **_look_at_the_cache(facts))
 
 
-def _try_to_build(facts: Facts) -> tuple[BuildTrial, ...] | Unknown:
+def _run(facts: Facts) -> trial.Run:
+    """How trials run: without the variables that were not understood, which every trial would
+    otherwise report once more."""
+    left_away = () if isinstance(facts.settings, Unknown) else facts.settings.left_away
+    return functools.partial(children.run, without=left_away)
+
+
+def _try_to_build(facts: Facts, run: trial.Run) -> tuple[BuildTrial, ...] | Unknown:
     """The small op on each device type. One thing after the other: times that are reported want the
     machine to themselves."""
     untried = {device: reason for device in _DEVICES if (reason := _cannot_build(facts, device))}
     devices = [device for device in _DEVICES if device not in untried]
     with trial.workplace(_cache_root(facts)) as place:
-        built = guarded(lambda: trial.build(devices, place, _arch_list(facts)))
-        loaded = built if isinstance(built, Unknown) else guarded(lambda: trial.load(built, place))
+        built = guarded(lambda: trial.build(devices, place, _arch_list(facts), run=run))
+        loaded = (
+            built
+            if isinstance(built, Unknown)
+            else guarded(lambda: trial.load(built, place, run=run))
+        )
     if isinstance(loaded, Unknown):
         return loaded
     return (*loaded, *(BuildTrial(device, skipped=reason) for device, reason in untried.items()))

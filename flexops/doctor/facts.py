@@ -79,10 +79,17 @@ class PythonFact:
 @dataclass(frozen=True)
 class SettingsFact:
     """The settings, with the values that were not understood left away: ``(what, found, required,
-    fix)`` of each in ``problems``."""
+    fix)`` of each in ``problems``. ``misspelled``: variables that nothing reads, each with the name
+    that is probably meant."""
 
     settings: Settings
     problems: tuple[tuple[str, str, str, str], ...] = ()
+    misspelled: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def left_away(self) -> tuple[str, ...]:
+        """The variables whose values were not understood."""
+        return tuple(what.split()[0] for what, *_ in self.problems)
 
 
 @dataclass(frozen=True)

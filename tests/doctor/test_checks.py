@@ -160,6 +160,16 @@ def test_settings_that_are_not_understood_fail_each():
     is_(one(machine.settings(SettingsFact(settings()))), "ok")
 
 
+def test_a_misspelled_setting_is_a_warning():
+    fact = SettingsFact(settings(), misspelled=(("FLEXOPS_FALBACK", "FLEXOPS_FALLBACK"),))
+    is_(
+        one(machine.settings(fact)),
+        "warn",
+        "FLEXOPS_FALBACK is no setting of flexops",
+        'export FLEXOPS_FALLBACK="$FLEXOPS_FALBACK"; unset FLEXOPS_FALBACK',
+    )
+
+
 @pytest.mark.parametrize(
     ("variables", "status"),
     [

@@ -121,7 +121,32 @@ def test_settings_that_are_not_understood_are_left_away():
     )
     assert fact.settings.max_jobs is None
     assert fact.settings.jit is False
-    assert [problem[0].split()[0] for problem in fact.problems] == ["FLEXOPS_LOG", "MAX_JOBS"]
+    assert fact.left_away == ("FLEXOPS_LOG", "MAX_JOBS")
+
+
+def test_a_misspelled_setting_is_named():
+    fact = machine.settings(
+        {
+            "HOME": "/home/x",
+            "FLEXOPS_FALBACK": "forbid",
+            "FLEXOPS_CACHEDIR": "/cache",
+            "FLEXOPS_JIT": "0",
+            "FLEXOPS_IMAGE_DRIVER": "580",  # the images' own
+            "FLEXOPS_SHIPPING_TOKEN": "x",  # another program's
+        }
+    )
+    assert fact.misspelled == (
+        ("FLEXOPS_CACHEDIR", "FLEXOPS_CACHE_DIR"),
+        ("FLEXOPS_FALBACK", "FLEXOPS_FALLBACK"),
+    )
+
+
+def test_a_child_is_without_what_was_left_away(monkeypatch):
+    monkeypatch.setenv("FLEXOPS_LOG", "loud")
+    monkeypatch.setenv("FLEXOPS_JIT", "0")
+    program = "import os; print([os.environ.get(f'FLEXOPS_{name}') for name in ('LOG', 'JIT')])"
+    child = children.run(["-c", program], timeout=60, without=("FLEXOPS_LOG",))
+    assert child.noise == "[None, '0']"
 
 
 def tree(root: Path, **files: str) -> str:

@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from flexops.doctor.probes import torch as torch_probe
 GOOD = ok("torch", "2.13.0")
 BAD = fail("ninja", "not found", "ninja 1.10", "pip install ninja")
 POOR = warn("launcher", "no ccache", "ccache", "apt-get install -y ccache")
+_LOUD = {"HOME": "/home/x", "FLEXOPS_LOG": "loud"}
 OP = OpTrial("adam", "cpu", "jit", "found in the cache", "", 1e-7)
 
 
@@ -182,14 +184,16 @@ def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         trial,
         "build",
-        lambda devices, *_: {device: BuildTrial(device, build_seconds=1.0) for device in devices},
+        lambda devices, *_, **__: {
+            device: BuildTrial(device, build_seconds=1.0) for device in devices
+        },
     )
     monkeypatch.setattr(
         trial,
         "load",
-        lambda built, _: tuple(BuildTrial(device, "", 1.0, 0.001, 0.0) for device in built),
+        lambda built, *_, **__: tuple(BuildTrial(device, "", 1.0, 0.001, 0.0) for device in built),
     )
-    monkeypatch.setattr(trial, "ops", lambda: (OP,))
+    monkeypatch.setattr(trial, "ops", lambda **_: (OP,))
     monkeypatch.setattr(torch_probe, "torch", lambda: torch_probe.TorchFact("ok", version="2.13.0"))
 
 
@@ -229,6 +233,27 @@ def test_a_trial_that_raises_is_a_finding(monkeypatch, name):
     assert any(
         "this probe is broken" in one.found and one.status == "fail" for one in found.findings
     )
+
+
+@pytest.mark.usefixtures("no_trials")
+def test_a_setting_that_is_not_understood_is_one_finding(monkeypatch):
+    """No trial runs with it, or each of them would report it once more."""
+    left_away: dict[str, Any] = {}
+
+    def recorded(name: str, result: Any) -> Callable[..., Any]:
+        def run_trial(*_: object, run: Any) -> Any:
+            left_away[name] = run.keywords["without"]
+            return result
+
+        return run_trial
+
+    monkeypatch.setattr(machine_probes, "settings", partial(machine_probes.settings, _LOUD))
+    monkeypatch.setattr(trial, "build", recorded("build", {}))
+    monkeypatch.setattr(trial, "load", recorded("load", ()))
+    monkeypatch.setattr(trial, "ops", recorded("ops", (OP,)))
+    found = examination.examine()
+    assert [one.id for one in found.findings if "FLEXOPS_LOG" in one.found] == ["settings"]
+    assert left_away == dict.fromkeys(("build", "load", "ops"), ("FLEXOPS_LOG",))
 
 
 def test_a_check_that_raises_is_a_finding(monkeypatch):

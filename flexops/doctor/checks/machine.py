@@ -102,7 +102,14 @@ def package(fact: PythonFact) -> Iterator[Finding]:
 def settings(fact: SettingsFact) -> Iterator[Finding]:
     for what, found, required, fix in fact.problems:
         yield fail("settings", f"{what}: {found}", required, fix)
-    if not fact.problems:
+    for name, meant in fact.misspelled:
+        yield warn(
+            "settings",
+            f"{name} is no setting of flexops, and is not read",
+            f"{meant}, if that is meant",
+            f'export {meant}="${name}"; unset {name}',
+        )
+    if not (fact.problems or fact.misspelled):
         chosen = fact.settings
         yield ok(
             "settings",

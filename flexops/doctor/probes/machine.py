@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import platform as stdlib_platform
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from ... import distribution
 from ...toolchain.probe import read_text
@@ -25,6 +26,8 @@ ENVIRONMENT = (
     "CUDA_LAUNCH_BLOCKING",
     "PYTHONPATH",
 )
+_PREFIX = "FLEXOPS_"
+_NEARLY = 0.9  # FLEXOPS_FALBACK is near enough; FLEXOPS_IMAGE_DRIVER is not FLEXOPS_IMAGE_TARGET
 _INSTALLERS = (
     ("apt-get", "apt-get install -y"),
     ("dnf", "dnf install -y"),
@@ -103,15 +106,42 @@ def settings(environ: Mapping[str, str] | None = None) -> SettingsFact:
     from ...errors import SettingsError
     from ...settings import Settings
 
-    remaining = dict(os.environ if environ is None else environ)
+    given = dict(os.environ if environ is None else environ)
+    remaining = _Watched(given)
     problems: list[tuple[str, str, str, str]] = []
     while True:
         try:
-            return SettingsFact(Settings.from_environ(remaining), tuple(problems))
+            found = Settings.from_environ(remaining)
+            return SettingsFact(found, tuple(problems), _misspelled(given, remaining.read))
         except SettingsError as error:
             problems.append((error.what, error.found, error.required, error.fix))
             if remaining.pop(error.what.split()[0], None) is None:
                 raise
+
+
+class _Watched(dict[str, str]):
+    """Variables that remember which names were asked for: those are the settings."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        super().__init__(variables)
+        self.read: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+
+def _misspelled(given: Mapping[str, str], read: Collection[str]) -> tuple[tuple[str, str], ...]:
+    """Variables of flexops' prefix that are not read, but are nearly one that is. Others may belong
+    to another program."""
+    settings = [name for name in read if name.startswith(_PREFIX)]
+    return tuple(
+        (name, near[0])
+        for name in sorted(given)
+        if name.startswith(_PREFIX)
+        and name not in read
+        and (near := difflib.get_close_matches(name, settings, n=1, cutoff=_NEARLY))
+    )
 
 
 def gpus(root: str = "") -> GpuFact:
