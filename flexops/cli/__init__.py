@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import NoReturn
 
-from ..errors import FlexopsError, SettingsError
+from ..errors import FlexopsError, SettingsError, TorchUnavailableError
 
 
 def main() -> None:
@@ -28,8 +29,28 @@ def main() -> None:
         # also for `python -m flexops`: completion is installed for the command
         app(prog_name="flexops")
     except FlexopsError as error:
-        print(f"flexops: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        _end(error)
+    except Exception as error:
+        if not _is_of_torch(error):
+            raise
+        what = "this command needs torch, which cannot be imported"
+        _end(TorchUnavailableError(what, found=str(error), fix="flexops doctor"))
+
+
+def _end(error: FlexopsError) -> NoReturn:
+    print(f"flexops: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+
+
+def _is_of_torch(error: Exception) -> bool:
+    """Whether it is that ``import torch`` fails: torch is absent, or raises while it is imported
+    (and then is no module that has been imported)."""
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return True
+    trace = error.__traceback__
+    while trace and trace.tb_frame.f_globals.get("__name__") != "torch":
+        trace = trace.tb_next
+    return trace is not None and "torch" not in sys.modules
 
 
 def _said_at_once(arguments: list[str]) -> str | None:

@@ -22,8 +22,8 @@ GROUP = "flexops.commands"
 SUMMARY = "Fused PyTorch operators: build, check, cache, targets, benchmarks."
 EPILOG = (
     "Exit codes: 0, success; 1, a check or measurement failed; 2, a command line or setting that is"
-    " not understood; 3 to 12, one for each kind of error (docs/command-line.md). `flexops COMMAND"
-    " --help` has examples."
+    " not understood; 3 and above, one for each kind of error (docs/command-line.md). `flexops"
+    " COMMAND --help` has examples."
 )
 OPTIONS = {
     "--version": "Show the version and exit.",

@@ -17,6 +17,7 @@ import pytest
 from builds import CHILDREN, REPOSITORY, child_environment, copy_csrc, run_child
 from processes import completed
 
+from flexops.errors import TorchUnavailableError
 from flexops.toolchain.model import HostCompiler
 
 SQUARED = [1.0, 4.0, 9.0]
@@ -252,6 +253,15 @@ def test_the_command_line_works_without_torch(broken):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["entries"] == 0
     assert run(broken, "-m", "flexops", "target", "list").returncode == 0
+
+
+@pytest.mark.parametrize("command", ["patch llama", "profile norm", "bench run cases.py"])
+def test_a_command_that_needs_torch_says_so(broken, command):
+    done = run(broken, "-m", "flexops", *command.split())
+    assert done.returncode == TorchUnavailableError.exit_code, done.stderr
+    assert done.stderr.startswith("flexops: this command needs torch, which cannot be imported")
+    assert "fix: flexops doctor" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_doctor_reports_a_broken_torch(broken):
