@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 
@@ -41,13 +40,12 @@ def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
 
 
 def as_json(data: Mapping[str, Any]) -> str:
-    """A run as JSON that can be read and compared by line: a line for each case and part of it,
-    with all of its contenders, floats to six significant digits."""
+    """A run as JSON that can be read and compared by line: a line for each entry of a list, floats
+    to six significant digits."""
     parts = []
     for name, value in data.items():
         if isinstance(value, list) and value:
-            cases = groupby(value, key=lambda one: (one.get("case"), one.get("part")))
-            text = ",\n  ".join(json.dumps(_rounded(list(group)))[1:-1] for _, group in cases)
+            text = ",\n  ".join(json.dumps(_rounded(one)) for one in value)
             parts.append(f" {json.dumps(name)}: [\n  {text}\n ]")
         else:
             parts.append(f" {json.dumps(name)}: {json.dumps(_rounded(value))}")

@@ -3,7 +3,7 @@ where there is none."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ class Timing:
     bandwidth: float
     of_copy: float
     memory: int | None = None
-    preparation: float = 0.0
+    preparation: float | None = None
     rate: float = 0.0
 
 
@@ -70,6 +70,8 @@ class Results:
     absent: tuple[tuple[str, str, str], ...]
 
     def as_dict(self) -> dict[str, Any]:
+        """A case and part is one entry of ``timings``: what it is, the bytes and operations of a
+        call, and what each contender needs for it."""
         absent = [
             {"case": case, "contender": contender, "reason": reason}
             for case, contender, reason in self.absent
@@ -77,7 +79,7 @@ class Results:
         behind = [asdict(item) for item in self.behind()]
         return {
             "copy_bandwidth": self.copy,
-            "timings": [asdict(item) for item in self.timings],
+            "timings": [_entry(group) for group in self.groups()],
             "behind": behind,
             "absent": absent,
         }
@@ -88,10 +90,8 @@ class Results:
             (item["case"], item["contender"], item["reason"]) for item in data.get("absent", ())
         )
         copy = data["copy_bandwidth"]
-        timings = (
-            Timing(**{"of_copy": item["bandwidth"] / copy, **item}) for item in data["timings"]
-        )
-        return Results(copy, tuple(timings), absent)
+        timings = tuple(item for entry in data["timings"] for item in _timings(entry, copy))
+        return Results(copy, timings, absent)
 
     def only(self, names: Collection[str]) -> Results:
         """What is about the ops called ``names``, by family or by function; raises ``FlexopsError``
@@ -134,3 +134,39 @@ class Results:
                     )
                 )
         return tuple(sorted(found, key=lambda item: -item.ratio))
+
+
+def _entry(group: Sequence[Timing]) -> dict[str, Any]:
+    first = group[0]
+    entry: dict[str, Any] = {
+        "op": first.op,
+        "function": first.function,
+        "case": first.case,
+        "part": first.part,
+        "bytes": round(first.bandwidth * first.seconds),
+        "operations": round(first.rate * first.seconds),
+    }
+    for name in ("seconds", "memory", "preparation"):
+        found = {item.contender: getattr(item, name) for item in group}
+        entry[name] = {who: value for who, value in found.items() if value is not None}
+    return {name: value for name, value in entry.items() if value}
+
+
+def _timings(entry: dict[str, Any], copy: float) -> Iterator[Timing]:
+    """What ``_entry`` made; ``KeyError`` or ``TypeError`` if it did not."""
+    memory, preparation = entry.get("memory", {}), entry.get("preparation", {})
+    for contender, seconds in entry["seconds"].items():
+        bandwidth = entry.get("bytes", 0) / seconds
+        yield Timing(
+            entry["op"],
+            entry["function"],
+            entry["case"],
+            entry["part"],
+            contender,
+            seconds,
+            bandwidth,
+            bandwidth / copy,
+            memory.get(contender),
+            preparation.get(contender),
+            entry.get("operations", 0) / seconds,
+        )
