@@ -88,7 +88,7 @@ def test_documentation_stays_small():
     pictures = [path for path in files if path.suffix in (".svg", ".png")]
     text = [path for path in files if path not in pictures and "__pycache__" not in path.parts]
     assert sum(path.stat().st_size for path in text) <= 400_000
-    assert sum(path.stat().st_size for path in pictures) <= 250_000
+    assert sum(path.stat().st_size for path in pictures) <= 150_000
 
 
 def test_it_fits_the_column_of_github():

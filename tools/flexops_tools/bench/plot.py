@@ -7,6 +7,7 @@ import re
 import textwrap
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from flexops.bench.text import duration
 from flexops.errors import FlexopsError
@@ -14,6 +15,13 @@ from flexops.errors import FlexopsError
 from .build_ladder import Ladder
 
 _COLOURS = {"torch": "#9aa5b1", "flexops": "#1f6feb"}
+_METADATA = {
+    ".svg": dict.fromkeys(("Date", "Creator", "Format", "Type")),
+    ".pdf": {"Date": None},
+}
+"""What matplotlib would write of itself; None: it does not."""
+
+_SVG = "http://www.w3.org/2000/svg"
 _FONTS = ["DejaVu Sans", "Verdana"]
 """Each text of an .svg names them all."""
 
@@ -78,18 +86,48 @@ def write(figure: Any, note: str, file: Path, columns: int = 150, size: int = 7)
 
     note = "\n".join(textwrap.wrap(note, columns))
     figure.supxlabel(note, fontsize=size, color="#57606a", x=0.01, ha="left")
-    metadata = {"Date": None} if file.suffix in (".svg", ".pdf") else None
     try:
         # text as text: a third of the size
         drawing: dict[str, Any] = {"svg.hashsalt": "flexops", "svg.fonttype": "none"}
         with matplotlib.rc_context(drawing | {"font.sans-serif": _FONTS}):
-            figure.savefig(file, dpi=150, metadata=metadata)
-        if file.suffix == ".svg":  # hundredths of a point, no indentation: an eighth less
-            text = file.read_text(encoding="utf-8")
-            text = re.sub(r"(\.\d\d)\d+", r"\1", re.sub(r"\n +", "\n", text))
-            file.write_text(text, encoding="utf-8")
+            figure.savefig(file, dpi=150, metadata=_METADATA.get(file.suffix))
+        if file.suffix == ".svg":
+            file.write_text(_shortened(file.read_text(encoding="utf-8")), encoding="utf-8")
     except (OSError, ValueError) as error:
         raise _unwritten(f"{file}: {error}") from error
+
+
+def _shortened(picture: str) -> str:
+    """The same picture in half the size: hundredths of a point, each style once, as a class, and
+    nothing that has no effect."""
+    root = ElementTree.fromstring(re.sub(r"(\.\d\d)\d+", r"\1", picture))
+    classes: dict[str, str] = {}
+    _flatten(root, classes)
+    for sheet in root.iter(f"{{{_SVG}}}style"):
+        rules = [f".{name}{{{style}}}" for style, name in classes.items()]
+        sheet.text = "\n".join([sheet.text or "", *rules])
+    ElementTree.register_namespace("", _SVG)
+    ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
+    return ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def _flatten(element: ElementTree.Element, classes: dict[str, str]) -> list[ElementTree.Element]:
+    """What takes the element's place: its children, if it is a group without attributes."""
+    element[:] = [one for child in element for one in _flatten(child, classes)]
+    element.tail = "\n"
+    if len(element):
+        element.text = "\n"
+    attributes = element.attrib
+    if style := attributes.pop("style", ""):
+        attributes["class"] = classes.setdefault(style, f"s{len(classes)}")
+    if attributes.get("transform", "").startswith("rotate(-0 "):
+        del attributes["transform"]
+    if "d" in attributes:
+        attributes["d"] = " ".join(attributes["d"].split())
+    if element.tag != f"{{{_SVG}}}g":
+        return [element]
+    attributes.pop("id", None)
+    return [element] if attributes else list(element)
 
 
 def _unwritten(found: str) -> FlexopsError:
