@@ -105,7 +105,13 @@ def _panel(
         for item in group:
             if item.contender == FLEXOPS:
                 handles[FLEXOPS] = axes.barh(
-                    line, measure.of(item), height=0.62, color="#1f6feb", alpha=0.85, zorder=2
+                    line,
+                    measure.of(item),
+                    height=0.62,
+                    color="#1f6feb",
+                    alpha=0.85,
+                    zorder=2,
+                    clip_on=False,
                 )
                 axes.text(
                     0.99 * end,
@@ -121,7 +127,14 @@ def _panel(
                 {} if marker == "|" else {"edgecolors": "white", "linewidths": 0.6}
             )
             handles[item.contender] = axes.scatter(
-                measure.of(item), line, marker=marker, s=34, color=colour, zorder=3, **edge
+                measure.of(item),
+                line,
+                marker=marker,
+                s=34,
+                color=colour,
+                zorder=3,
+                clip_on=False,
+                **edge,
             )
     axes.set_yticks(range(len(groups)), [group[0].case for group in groups], fontsize=7)
     axes.set_ylim(lines - 0.4, -0.6)
@@ -133,4 +146,5 @@ def _panel(
     axes.grid(axis="x", color="#d8dee4", linewidth=0.5, zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(axis="x", labelsize=7)
+    axes.tick_params(axis="y", length=0)
     return handles
