@@ -41,10 +41,10 @@ def draw_input(
         for value in SPECIAL:
             x.view(-1)[random_.randrange(x.numel())] = value
     x = x.to(random_.choice(DTYPES)).to(device)
-    return _restride(x, random_), random_.randrange(-len(shape), len(shape))
+    return restride(x, random_), random_.randrange(-len(shape), len(shape))
 
 
-def _restride(x: torch.Tensor, random_: random.Random) -> torch.Tensor:
+def restride(x: torch.Tensor, random_: random.Random) -> torch.Tensor:
     """The same numbers, differently placed in memory."""
     choice = random_.random()
     if choice < 0.15 and x.dim() > 1:

@@ -4,16 +4,18 @@ and zeros; native against reference."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from contract import Case, Contract, Make, Refusal, Shape, opchecks
-from quant_cases import DTYPES, SPECIAL
+from contract import Case, Contract, Make, Refusal, Shape
+from quant_cases import DTYPES, SPECIAL, restride
 from torch import Tensor
 
 import flexops
+from flexops.bench.reference import OnReference
 from flexops.ops import fp8 as fp8_module
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -70,18 +72,7 @@ def draw_input(random_: random.Random, generator: torch.Generator, device: str =
         for value in SPECIAL:
             x.view(-1)[random_.randrange(x.numel())] = value
     x = x.to(random_.choice(DTYPES)).to(device)
-    choice = random_.random()
-    if choice < 0.1 and x.dim() > 1:
-        return x.transpose(0, -1)
-    if choice < 0.3:
-        return torch.cat([x, x, x[..., :1]], -1)[..., : x.shape[-1]]  # rows with gaps
-    if choice < 0.4:
-        return torch.stack([x, x], -1)[..., 0]  # no two elements are neighbours
-    if choice < 0.5:
-        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)  # not aligned
-    if choice < 0.6:
-        return x[:1].expand(x.shape)
-    return x
+    return restride(x, random_)
 
 
 def compare_with_reference(seed: int, device: str = "cpu") -> None:
@@ -160,18 +151,11 @@ def test_many_elements_on_all_threads():
 
 
 @pytest.fixture(params=["op", "reference"])
-def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def either(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test that takes this runs twice: on whatever kernels there are, and on the
     reference."""
-    if request.param == "reference":
-        for name, function in (
-            ("quantize_fp8", fp8_module._quantize_reference),
-            ("quantize_fp8_scaled", fp8_module._quantize_scaled_reference),
-            ("dequantize_fp8", fp8_module._dequantize_reference),
-            ("quantize_int8", fp8_module._quantize_int8_reference),
-            ("dequantize_int8", fp8_module._dequantize_int8_reference),
-        ):
-            monkeypatch.setattr(getattr(torch.ops.flexops, name), "default", function)
+    with OnReference() if request.param == "reference" else nullcontext():
+        yield
 
 
 def roundtrip(x: Tensor, code: torch.dtype, scaling: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -355,11 +339,6 @@ def test_results_do_not_require_gradients():
 
 
 QUANTIZE_ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (
-        {"x": torch.zeros(4, dtype=torch.int32)},
-        TypeError,
-        "x must be a float32, float16 or bfloat16 tensor, got torch.int32",
-    ),
     ({"x": [1.0]}, TypeError, "x must be .* got list"),
     ({"x": torch.tensor(1.0)}, ValueError, "x must have at least one dimension"),
     (
@@ -447,19 +426,10 @@ def test_the_ops_themselves_check_too():
         torch.ops.flexops.quantize_int8(x.int())
 
 
-def test_opcheck():
-    ops = torch.ops.flexops
+def test_opcheck_with_a_given_scale():
     for x in (torch.randn(5, 70), torch.randn(6, 40).t().bfloat16(), torch.empty(0, 3)):
-        for segment in (-1, 0, 32):
-            torch.library.opcheck(ops.quantize_fp8.default, (x, E4M3, segment))
-            values, scales = ops.quantize_fp8(x, E4M3, segment)
-            arguments = (values, scales, segment, torch.float16)
-            torch.library.opcheck(
-                ops.dequantize_fp8.default, arguments, test_utils=opchecks(arguments)
-            )
-        torch.library.opcheck(ops.quantize_fp8_scaled.default, (x, torch.ones(()), E5M2))
-        torch.library.opcheck(ops.quantize_int8.default, (x,))
-        torch.library.opcheck(ops.dequantize_int8.default, (*ops.quantize_int8(x), torch.float32))
+        arguments = (x, torch.ones(()), E5M2)
+        torch.library.opcheck(torch.ops.flexops.quantize_fp8_scaled.default, arguments)
 
 
 # ---- the shared contract ----
