@@ -424,15 +424,23 @@ def on_meta(name: str) -> Any:
 
 
 def table() -> str:
-    lines = [f"| type | {' | '.join(PARTS)} |", "|" + " --- |" * (len(PARTS) + 1)]
+    """A row for each combination of parts, those of most types first."""
+    found: dict[tuple[str, ...], list[str]] = {}
     for name in TYPES:
         try:
             report = flexops.patch(on_meta(name))
         except Exception as error:
             print(name, type(error).__name__, str(error)[:90].replace("\n", " "), file=sys.stderr)
             continue
-        cells = [cell(report, part) for part in PARTS]
-        lines.append(f"| {name}{' *' if name in LIGER else ''} | {' | '.join(cells)} |")
+        cells = tuple(cell(report, part) for part in PARTS)
+        found.setdefault(cells, []).append(f"{name} *" if name in LIGER else name)
+    return rows(found)
+
+
+def rows(found: dict[tuple[str, ...], list[str]]) -> str:
+    lines = [f"| {' | '.join(PARTS)} | types |", "|" + " --- |" * (len(PARTS) + 1)]
+    for cells, names in sorted(found.items(), key=lambda row: -len(row[1])):
+        lines.append(f"| {' | '.join(cells)} | {', '.join(names)} |")
     return "\n".join(lines)
 
 
