@@ -3,7 +3,8 @@
 //
 // 64 bytes of a tile hold 64 columns of two rows, as 16 words. x is put into the order in which
 // codes are extracted from these words once, so that they become values without being moved. Values
-// are multiplied by several rows of x from registers.
+// are multiplied by several rows of x from registers. Where codes themselves are multiplied, the
+// sum of a group is multiplied by its scale, and zero points by the sums of x in groups.
 
 #include "int4_linear/int4_linear.h"
 
@@ -34,39 +35,65 @@ static int64_t rows_at_once(const Int4Product& c) {
   return ceil_div(c.m, ceil_div(c.m, kMostRows));
 }
 
-/// Whether the weight is rounded to bfloat16, as in torch's product, for vdpbf16ps.
-static bool rounds_weight([[maybe_unused]] const Int4Product& c) {
+/// floats: codes become float32. halves: they become bfloat16, which is exact, for vdpbf16ps.
+/// rounded: so do the values of the weight, as in torch's product.
+enum class Method { floats, halves, rounded };
+
+static Method method_of([[maybe_unused]] const Int4Product& c) {
 #if FLEXOPS_BF16_PRODUCTS
-  return c.type == ElementType::bf16 && c.m > kMostRows && c.weight.group_size > 32 &&
-         __builtin_cpu_supports("avx512bf16");
-#else
-  return false;
+  if (c.type == ElementType::bf16 && __builtin_cpu_supports("avx512bf16"))
+    return c.m > kMostRows && c.weight.group_size > 32 ? Method::rounded : Method::halves;
 #endif
+  return Method::floats;
+}
+
+/// AVX-512 looks the values of codes up. Other levels multiply x by the codes of odd bytes, and by
+/// those in the upper halves of bytes, where they are: 2^8 and 2^4 times as large.
+constexpr bool kTables = kLanes == 16;
+constexpr float kOddByte = kTables ? 1.0f : 0x1p-8f, kUpperHalf = 0x1p-4f;
+
+/// Whether zero points are subtracted from sums.
+static bool sums_codes(const Int4Product& c, Method method) {
+  return method == Method::floats ? !kTables : method == Method::halves && c.weight.zeros;
+}
+
+/// The sums of x in groups, after x itself.
+template <class T>
+static T* group_sums(const Int4Product& c, T* x) {
+  return x + c.m * c.weight.tiles_k * kInt4TileK;
 }
 
 void int4_order_cpu(const Int4Product& c, float* x, int64_t begin, int64_t end) {
-  const int64_t tiles = c.weight.tiles_k, most = rows_at_once(c);
-  const bool halves = rounds_weight(c);
+  const int64_t tiles = c.weight.tiles_k, most = rows_at_once(c), group = c.weight.group_size;
+  const bool halves = method_of(c) != Method::floats;
   int64_t order[kInt4TileK];
   for (int64_t i = 0; i < kInt4TileK; ++i)
     order[i] =
         halves ? column_of(i / 32 + i % 2 * 2, i % 32 / 2) : column_of(i / kWords, i % kWords);
   for (int64_t row = begin; row < end; ++row) {
     const int64_t first = row / most * most, rows = least(most, c.m - first);
+    float* const sums = group_sums(c, x) + row * c.weight.groups;
+    memset(sums, 0, static_cast<size_t>(c.weight.groups) * sizeof *sums);
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t from = row * c.weight.k + tile * kInt4TileK,
                     to = (first * tiles + tile * rows + row - first) * kInt4TileK;
-      if (halves) {
-        const uint16_t* const bits = static_cast<const uint16_t*>(c.x) + from;
-        for (int64_t i = 0; i < kInt4TileK; ++i)
-          reinterpret_cast<uint16_t*>(x)[to + i] = bits[order[i]];
-        continue;
-      }
       alignas(64) float buffer[kInt4TileK] = {};
       const int64_t count = least(kInt4TileK, c.weight.k - tile * kInt4TileK);
-      const float* const values = widen(c.x, from, count, c.type, buffer);
-      for (int64_t i = 0; i < kInt4TileK; ++i)
-        x[to + i] = order[i] < count ? values[order[i]] : 0.0f;
+      narrow(widen(c.x, from, count, c.type, buffer), buffer, 0, count, ElementType::f32);
+      for (int64_t i = 0; i < kInt4TileK; i += least(group, kInt4TileK)) {
+        Floats sum = {};
+        for (int64_t j = 0; j < least(group, kInt4TileK); j += kLanes)
+          sum += load_floats(buffer + i + j);
+        sums[(tile * kInt4TileK + i) / group] += sum_of_lanes(sum);
+      }
+      if (halves) {
+        for (int64_t i = 0; i < kInt4TileK; ++i)
+          reinterpret_cast<uint16_t*>(x)[to + i] =
+              static_cast<uint16_t>(bits_of(buffer[order[i]]) >> 16);
+      } else {
+        for (int64_t i = 0; i < kInt4TileK; ++i)
+          x[to + i] = buffer[order[i]] * (i / kWords % 2 ? kOddByte : 1.0f);
+      }
     }
   }
 }
@@ -85,20 +112,34 @@ static inline Floats broadcast(float value) {
   return (Floats)(Words{} + bits_of(value));  // an addition of floats would be computed
 }
 
-constexpr int64_t kBlock = 8;  // tiles of columns whose x stays in the first cache
+/// Pairs of rows of the weight that are multiplied at once: with these rows of x, their sums take
+/// at most half of the registers.
+constexpr int pairs_of(int rows) {
+  if (kLanes < 16) return rows == 1 ? 2 : 1;
+  return rows == 1 ? 8 : rows == 2 ? 4 : 1;
+}
 
-/// A tile of rows and a block of columns: its scales, and sums over this block and those before it.
+constexpr int64_t kMostGroups = 64;  // whose scales are loaded at once
+constexpr int64_t kBatches = 4;      // of rows of x, which share tables
+
+/// Tiles of columns of a block, whose x stays in the first cache.
+static int64_t tiles_of_block(Method method, int64_t rows) {
+  return rows == 1 ? 32 : method == Method::floats ? 8 : 16;
+}
+
+/// A tile of rows, a block of columns and a batch of rows of x.
 struct Block {
   const uint8_t* bytes;
-  const float* x;   // [tiles_k, rows of x, kInt4TileK]
-  int64_t tiles_k;  // in this block
-  int shift;        // a group has 32 << shift columns
-  bool halves;      // x has 16 bits
-  float scales[kBlock * 2 * kInt4TileN], zeros[kBlock * 2 * kInt4TileN];
-  Floats sums[kInt4TileN][kMostRows];
+  const float* x;               // [tiles_k, rows of x, kInt4TileK]
+  int64_t tiles_k;              // in this block
+  int shift;                    // a group has 32 << shift columns
+  const float *scales, *zeros;  // [groups, kInt4TileN]
+  const uint16_t* tables;
+  Floats* sums;  // [kInt4TileN, rows of x], over this block and those before it
 };
 
 /// What the codes of a row of a tile stand for: (code - zero) * scale, the two of a word's group.
+/// Or, without tables, the codes where they are in bytes.
 #if defined(__AVX512F__)
 template <bool kTwoGroups>
 struct RowValues {
@@ -122,64 +163,48 @@ struct RowValues {
 #else
 template <bool kTwoGroups>
 struct RowValues {
-  Floats scale, zero;
-
-  static Floats of_words(const float* numbers) {
-    if constexpr (!kTwoGroups) return broadcast(*numbers);
-    Ints second;
-    for (int lane = 0; lane < kLanes; ++lane) second[lane] = lane % 4 < 2 ? 0 : -1;
-    return second ? broadcast(numbers[kInt4TileN]) : broadcast(*numbers);
-  }
-
-  RowValues(const float* scales, const float* zeros)
-      : scale(of_words(scales)), zero(of_words(zeros)) {}
+  RowValues(const float*, const float*) {}
 
   Floats at(Words words, int shift) const {
-    const Words codes = words >> shift & 15u;
+    const Words codes = words >> (shift & 16) & (15u << (shift & 15));
 #if defined(__AVX2__)
-    return (_mm256_cvtepi32_ps((__m256i)codes) - zero) * scale;
+    return _mm256_cvtepi32_ps((__m256i)codes);
 #else
-    return (__builtin_convertvector((Ints)codes, Floats) - zero) * scale;
+    return __builtin_convertvector((Ints)codes, Floats);
 #endif
   }
 };
 #endif
 
-/// Rows g and g + 8 of the weight times rows of x.
+/// The scales of a row of a tile for the lanes of a sum.
+template <bool kTwoGroups>
+static inline Floats scales_of(const float* scales) {
+  if constexpr (!kTwoGroups) return broadcast(*scales);
+  Ints second;
+  for (int lane = 0; lane < kLanes; ++lane) second[lane] = lane % 4 < 2 ? 0 : -1;
+  return second ? broadcast(scales[kInt4TileN]) : broadcast(*scales);
+}
+
+/// 64 bytes, two rows of the weight, times rows of x.
 template <int kRows, bool kTwoGroups>
-static void multiply_pair(Block& b, int64_t g) {
-  Floats sums[2][kRows];
+static inline void add_floats(Floats (&sums)[2][kRows], const uint8_t* bytes, const float* x,
+                              const RowValues<kTwoGroups>& low, const RowValues<kTwoGroups>& high) {
 #pragma GCC unroll 8
-  for (int row = 0; row < kRows; ++row)
-    sums[0][row] = b.sums[2 * g][row], sums[1][row] = b.sums[2 * g + 1][row];
-  for (int64_t tile = 0; tile < b.tiles_k; ++tile) {
-    const uint8_t* const bytes = b.bytes + tile * kInt4TileBytes + 64 * g;
-    const float* const x = b.x + tile * kRows * kInt4TileK;
-    const int64_t at = (2 * tile >> b.shift) * kInt4TileN + 2 * g;
-    const RowValues<kTwoGroups> low(b.scales + at, b.zeros + at),
-        high(b.scales + at + 1, b.zeros + at + 1);
-    __builtin_prefetch(bytes + kBlock * kInt4TileBytes);  // a block's lines are not read in order
-    Words words[kParts];
-    for (int i = 0; i < kParts; ++i)
-      words[i] = (Words)load_floats(reinterpret_cast<const float*>(bytes) + i * kLanes);
-#pragma GCC unroll 16
-    for (int i = 0; i < 4 * kParts; ++i) {
-      const int shift = i / kParts * 8;
-      const Floats first = low.at(words[i % kParts], shift),
-                   second = high.at(words[i % kParts], shift + 4);
+  for (int i = 0; i < kParts; ++i) {
+    const Words words = (Words)load_floats(reinterpret_cast<const float*>(bytes) + i * kLanes);
+#pragma GCC unroll 4
+    for (int byte = 0; byte < 4; ++byte) {
+      const Floats first = low.at(words, 8 * byte), second = high.at(words, 8 * byte + 4);
 #pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) {
-        Floats value = load_floats(x + row * kInt4TileK + i * kLanes);
+        Floats value = load_floats(x + row * kInt4TileK + byte * kWords + i * kLanes);
 #if defined(__x86_64__)
-        __asm__("" : "+x"(value));  // or it is loaded for each product
+        __asm__("" : "+v"(value));  // or it is loaded for each product
 #endif
         sums[0][row] += first * value, sums[1][row] += second * value;
       }
     }
   }
-#pragma GCC unroll 8
-  for (int row = 0; row < kRows; ++row)
-    b.sums[2 * g][row] = sums[0][row], b.sums[2 * g + 1][row] = sums[1][row];
 }
 
 #if FLEXOPS_BF16_PRODUCTS
@@ -191,113 +216,238 @@ static inline Floats add_products(Floats sum, Halves a, Halves b) {
   return sum;
 }
 
-/// The same in bfloat16.
-struct RowHalves {
-  Halves table;  // two of each, so that the index's lowest bit has no meaning
+/// From the lowest 4 bits of each half; the 32 entries repeat 16.
+static inline Halves look_up(Halves table, Halves codes) {
+  Halves out;
+  __asm__("vpermw %1, %2, %0" : "=v"(out) : "v"(table), "v"(codes));
+  return out;
+}
 
-  RowHalves(const float* scales, const float* zeros) {
-    const Words rounded = round_to_upper_half(RowValues<false>(scales, zeros).tables[0]);
-    table = (Halves)(rounded >> 16 | (rounded & 0xffff0000u));
-  }
+/// Codes from 0 to 15 less 8, as bfloat16.
+constexpr Halves kCodes = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                           0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+                           0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                           0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
 
-  /// Of the codes at 4 bits of each half, by what moves them to bit 1; other bits are ignored.
-  Halves at(Halves codes) const {
-#if defined(__clang__)
-    return (Halves)_mm512_permutexvar_epi16((__m512i)codes, (__m512i)table);
-#else
-    return __builtin_shuffle(table, codes);
-#endif
-  }
-};
+/// The values of codes from 0 to 15 of each row and group of a tile of rows.
+static void make_tables(const float* scales, const float* zeros, int64_t count, uint16_t* tables) {
+  constexpr Floats kAll = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  for (int64_t i = 0; i < count; ++i)
+    store_bf16(tables + 16 * i, (kAll - broadcast(zeros[i])) * broadcast(scales[i]));
+}
+static inline Halves load_table(const uint16_t* from) {
+  Halves out;
+  __asm__("vbroadcasti64x4 %1, %0" : "=v"(out) : "m"(*reinterpret_cast<const __m256i*>(from)));
+  return out;
+}
 
-/// multiply_pair for a weight that is rounded.
+/// 64 bytes, two rows of the weight, times rows of x.
 template <int kRows>
-static void multiply_halves(Block& b, int64_t g) {
-  Floats sums[2][kRows];
+static inline void add_halves(Floats (&sums)[2][kRows], const uint8_t* bytes, const float* x,
+                              Halves low, Halves high) {
+  const Halves words = (Halves)load_floats(reinterpret_cast<const float*>(bytes));
+  const Halves values[2][2] = {{look_up(low, words), look_up(low, words >> 8)},
+                               {look_up(high, words >> 4), look_up(high, words >> 12)}};
 #pragma GCC unroll 8
-  for (int row = 0; row < kRows; ++row)
-    sums[0][row] = b.sums[2 * g][row], sums[1][row] = b.sums[2 * g + 1][row];
+  for (int row = 0; row < kRows; ++row) {
+    Halves first = (Halves)load_floats(x + row * kInt4TileK / 2),
+           second = (Halves)load_floats(x + row * kInt4TileK / 2 + kLanes);
+    __asm__("" : "+v"(first), "+v"(second));  // or they are loaded for each product
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half)
+      sums[half][row] = add_products(add_products(sums[half][row], values[half][0], first),
+                                     values[half][1], second);
+  }
+}
+#endif
+
+/// Rows g and g + 8 of the weight, and those of the pairs behind them, times rows of x.
+template <Method method, int kRows, bool kTwoGroups>
+static void multiply_pairs(const Block& b, int64_t g) {
+  constexpr int kPairs = pairs_of(kRows);
+  Floats sums[kPairs][2][kRows];
+#pragma GCC unroll 16
+  for (int i = 0; i < 2 * kPairs; ++i)
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row)
+      sums[i / 2][i % 2][row] = b.sums[(2 * g + i) * kRows + row];
   for (int64_t tile = 0; tile < b.tiles_k; ++tile) {
     const uint8_t* const bytes = b.bytes + tile * kInt4TileBytes + 64 * g;
-    const float* const x = b.x + tile * kRows * kInt4TileK / 2;
-    const int64_t at = (2 * tile >> b.shift) * kInt4TileN + 2 * g;
-    const RowHalves low(b.scales + at, b.zeros + at), high(b.scales + at + 1, b.zeros + at + 1);
-    __builtin_prefetch(bytes + kBlock * kInt4TileBytes);
-    const Halves words = (Halves)load_floats(reinterpret_cast<const float*>(bytes));
-    const Halves values[2][2] = {{low.at(words << 1), low.at(words >> 7)},
-                                 {high.at(words >> 3), high.at(words >> 11)}};
+    const float* const x =
+        b.x + tile * kRows * (method == Method::floats ? kInt4TileK : kInt4TileK / 2);
+    const int64_t group = (2 * tile >> b.shift) * kInt4TileN + 2 * g;
 #pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row) {
-      const Halves first = (Halves)load_floats(x + row * kInt4TileK / 2),
-                   second = (Halves)load_floats(x + row * kInt4TileK / 2 + kLanes);
+    for (int pair = 0; pair < kPairs; ++pair) {
+      const uint8_t* const from = bytes + 64 * pair;
+      __builtin_prefetch(from + 4 * kInt4TileBytes);
+      __builtin_prefetch(from + 128 * kInt4TileBytes, 0, 2);  // for the second cache
+#if FLEXOPS_BF16_PRODUCTS
+      if constexpr (method == Method::rounded) {
+        const uint16_t* const tables = b.tables + 16 * (group + 2 * pair);
+        add_halves<kRows>(sums[pair], from, x, load_table(tables), load_table(tables + 16));
+        continue;
+      }
+#endif
+      const float* const scale = b.scales + group + 2 * pair;
+      Floats parts[2][kRows] = {};  // of a group
+#if FLEXOPS_BF16_PRODUCTS
+      if constexpr (method == Method::halves) add_halves<kRows>(parts, from, x, kCodes, kCodes);
+#endif
+      if constexpr (method == Method::floats) {
+        const float* const zero = b.zeros + group + 2 * pair;
+        const RowValues<kTwoGroups> low(scale, zero), high(scale + 1, zero + 1);
+        add_floats<kRows>(kTables ? sums[pair] : parts, from, x, low, high);
+        if constexpr (kTables) continue;
+      }
+      const Floats scales[2] = {scales_of<kTwoGroups>(scale), scales_of<kTwoGroups>(scale + 1)};
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half)
-        sums[half][row] = add_products(add_products(sums[half][row], values[half][0], first),
-                                       values[half][1], second);
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row)
+          sums[pair][half][row] += parts[half][row] * scales[half];
     }
   }
+#pragma GCC unroll 16
+  for (int i = 0; i < 2 * kPairs; ++i)
 #pragma GCC unroll 8
-  for (int row = 0; row < kRows; ++row)
-    b.sums[2 * g][row] = sums[0][row], b.sums[2 * g + 1][row] = sums[1][row];
+    for (int row = 0; row < kRows; ++row)
+      b.sums[(2 * g + i) * kRows + row] = sums[i / 2][i % 2][row];
 }
-#endif
 
 template <int kRows>
-static void multiply_block(Block& b, int64_t rows) {
+static void multiply_block(const Block& b, Method method, int64_t rows) {
   if constexpr (kRows > 1)
-    if (rows < kRows) return multiply_block<kRows - 1>(b, rows);
-  for (int64_t g = 0; g < kInt4TileN / 2; ++g) {
+    if (rows < kRows) return multiply_block<kRows - 1>(b, method, rows);
+  auto multiply = b.shift ? multiply_pairs<Method::floats, kRows, false>
+                          : multiply_pairs<Method::floats, kRows, true>;
 #if FLEXOPS_BF16_PRODUCTS
-    if (b.halves) {
-      multiply_halves<kRows>(b, g);
-      continue;
-    }
+  if (method == Method::halves)
+    multiply = b.shift ? multiply_pairs<Method::halves, kRows, false>
+                       : multiply_pairs<Method::halves, kRows, true>;
+  if (method == Method::rounded) multiply = multiply_pairs<Method::rounded, kRows, false>;
 #endif
-    b.shift == 0 ? multiply_pair<kRows, true>(b, g) : multiply_pair<kRows, false>(b, g);
+  for (int64_t g = 0; g < kInt4TileN / 2; g += pairs_of(kRows)) multiply(b, g);
+}
+
+/// What products with a tile of rows keep.
+struct Tile {
+  float scales[kMostGroups * kInt4TileN], zeros[kMostGroups * kInt4TileN];  // zeros: times scales
+  Floats sums[kBatches * kMostRows * kInt4TileN];
+  float zero_sums[kBatches * kMostRows][kInt4TileN];
+#if FLEXOPS_BF16_PRODUCTS
+  uint16_t tables[kMostGroups * kInt4TileN * 16];
+#endif
+};
+
+static void load_numbers(const void* from, int64_t offset, int64_t count, ElementType type,
+                         float* to) {
+  const int64_t bytes = count * element_size(type);
+  const char* const next = static_cast<const char*>(from) + offset * element_size(type) + bytes;
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next + i, 0, 2);
+  narrow(widen(from, offset, count, type, to), to, 0, count, ElementType::f32);
+}
+
+/// Load the scales and zero points of some groups.
+static void load_groups(Tile& t, const Int4View& w, Method method, int64_t tile, int64_t first,
+                        int64_t groups) {
+  const int64_t count = groups * kInt4TileN, from = (tile * w.groups + first) * kInt4TileN;
+  load_numbers(w.scales, from, count, w.scale_type, t.scales);
+  if (w.zeros) load_numbers(w.zeros, from, count, w.zero_type, t.zeros);
+  for (int64_t i = 0; !w.zeros && i < count; ++i) t.zeros[i] = 8;
+#if FLEXOPS_BF16_PRODUCTS
+  if (method == Method::rounded) return make_tables(t.scales, t.zeros, count, t.tables);
+#endif
+  if (method == Method::floats && kTables) return;
+  const float offset = method == Method::halves ? 8 : 0;  // kCodes are less by as much
+  for (int64_t i = 0; i < count; i += kLanes)
+    store_floats(t.zeros + i, (load_floats(t.zeros + i) - offset) * load_floats(t.scales + i));
+  if (method == Method::floats)
+    for (int64_t i = 1; i < count; i += 2) t.scales[i] *= kUpperHalf;
+}
+
+/// Add zero points times sums of x in groups, for two rows of x.
+static void add_zeros(const Tile& t, const float* first, const float* second, int64_t groups,
+                      float* first_sums, float* second_sums) {
+  for (int64_t i = 0; i < kInt4TileN; i += kLanes) {
+    Floats a[2] = {load_floats(first_sums + i)}, b[2] = {load_floats(second_sums + i)};
+#pragma GCC unroll 2
+    for (int64_t group = 0; group < groups; ++group) {
+      const Floats zeros = load_floats(t.zeros + group * kInt4TileN + i);
+      a[group % 2] += zeros * broadcast(first[group]);
+      b[group % 2] += zeros * broadcast(second[group]);
+    }
+    store_floats(first_sums + i, a[0] + a[1]), store_floats(second_sums + i, b[0] + b[1]);
   }
 }
 
-static void load_block(const void* from, int64_t offset, int64_t count, ElementType type,
-                       float* to) {
-  alignas(64) float buffer[kBlock * 2 * kInt4TileN];
-  narrow(widen(from, offset, count, type, buffer), to, 0, count, ElementType::f32);
+/// Write a row of the result.
+static void finish_row(const Int4Product& c, int64_t tile, int64_t row, const Floats* sums,
+                       int64_t stride, const float* zero_sums) {
+  const int64_t n = tile * kInt4TileN, count = least(kInt4TileN, c.weight.n - n);
+  alignas(64) float values[kInt4TileN], buffer[kInt4TileN];
+#pragma GCC unroll 4
+  for (int64_t at = 0; at < kInt4TileN; ++at)
+    values[at / 2 + 8 * (at % 2)] = sum_of_lanes(sums[at * stride]) - zero_sums[at];
+  if (c.bias) {
+    const float* const bias = widen(c.bias, n, count, c.type, buffer);
+    for (int64_t i = 0; i < count; ++i) values[i] += bias[i];
+  }
+  narrow(values, c.out, row * c.weight.n + n, count, c.type);
 }
 
-/// Load the scales and zero points of a block.
-static void start_block(Block& b, const Int4View& w, int64_t tile, int64_t tile_k) {
-  const int64_t first = 2 * tile_k >> b.shift, count = (2 * b.tiles_k >> b.shift) * kInt4TileN;
-  const int64_t from = (tile * w.groups + first) * kInt4TileN;
-  load_block(w.scales, from, count, w.scale_type, b.scales);
-  if (w.zeros) return load_block(w.zeros, from, count, w.zero_type, b.zeros);
-  for (int64_t i = 0; i < count; ++i) b.zeros[i] = 8;
+/// A tile of rows times some batches of rows of x.
+static void multiply_tile(Tile& t, const Int4Product& c, const float* x, int64_t tile,
+                          int64_t begin, int64_t end) {
+  const Int4View& w = c.weight;
+  const Method method = method_of(c);
+  const int64_t most = rows_at_once(c), columns = w.tiles_k * kInt4TileK;
+  const int64_t floats = method == Method::floats ? kInt4TileK : kInt4TileK / 2;  // of a tile of x
+  Block b;
+  b.shift = w.group_size == 32 ? 0 : w.group_size == 64 ? 1 : 2;
+  memset(t.sums, 0, static_cast<size_t>(kInt4TileN * (end - begin)) * sizeof *t.sums);
+  memset(t.zero_sums, 0, static_cast<size_t>(end - begin) * sizeof *t.zero_sums);
+  const int64_t most_tiles = kMostGroups << b.shift >> 1;
+  for (int64_t first = 0; first < w.tiles_k; first += most_tiles) {
+    const int64_t last = least(first + most_tiles, w.tiles_k), group = 2 * first >> b.shift;
+    const int64_t groups = least(w.groups - group, kMostGroups);
+    load_groups(t, w, method, tile, group, groups);
+    if (sums_codes(c, method))
+      for (int64_t row = begin; row < end; row += 2) {
+        const int64_t next = least(row + 1, end - 1);
+        const float* const sums = group_sums(c, x) + group;
+        add_zeros(t, sums + row * w.groups, sums + next * w.groups, groups,
+                  t.zero_sums[row - begin], t.zero_sums[next - begin]);
+      }
+    for (int64_t row = begin, rows = most; row < end; row += rows) {
+      rows = least(rows, end - row);
+      const int64_t tiles = tiles_of_block(method, rows);
+      b.sums = t.sums + (row - begin) * kInt4TileN;
+      for (int64_t at = first; at < last; at += tiles) {
+        const int64_t offset = (2 * (at - first) >> b.shift) * kInt4TileN;
+        b.bytes = w.packed + (tile * w.tiles_k + at) * kInt4TileBytes;
+        b.x = x + row * columns * floats / kInt4TileK + rows * at * floats;
+        b.tiles_k = least(tiles, last - at);
+        b.scales = t.scales + offset, b.zeros = t.zeros + offset;
+#if FLEXOPS_BF16_PRODUCTS
+        b.tables = t.tables + 16 * offset;
+#endif
+        multiply_block<kMostRows>(b, method, rows);
+      }
+    }
+  }
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t batch = (row - begin) / most * most, rows = least(most, end - begin - batch);
+    finish_row(c, tile, row, t.sums + batch * kInt4TileN + row - begin - batch, rows,
+               t.zero_sums[row - begin]);
+  }
 }
 
 void int4_product_cpu(const Int4Product& c, const float* x, int64_t begin, int64_t end) {
-  const Int4View& w = c.weight;
-  Block b;
-  b.halves = rounds_weight(c);
-  const int64_t columns = b.halves ? kInt4TileK / 2 : kInt4TileK;  // of a tile of x, as floats
-  b.shift = w.group_size == 32 ? 0 : w.group_size == 64 ? 1 : 2;
-  for (int64_t tile = begin; tile < end; ++tile) {
-    for (int64_t row = 0, rows = rows_at_once(c); row < c.m; row += rows) {
-      rows = least(rows, c.m - row);
-      memset(b.sums, 0, sizeof b.sums);
-      for (int64_t tile_k = 0; tile_k < w.tiles_k; tile_k += kBlock) {
-        b.bytes = w.packed + (tile * w.tiles_k + tile_k) * kInt4TileBytes;
-        b.x = x + (row * w.tiles_k + rows * tile_k) * columns;
-        b.tiles_k = least(kBlock, w.tiles_k - tile_k);
-        start_block(b, w, tile, tile_k);
-        multiply_block<kMostRows>(b, rows);
-      }
-      for (int64_t i = 0; i < rows * kInt4TileN; ++i) {
-        const int64_t at = i % kInt4TileN, n = tile * kInt4TileN + at / 2 + 8 * (at % 2);
-        if (n >= w.n) continue;
-        float value = sum_of_lanes(b.sums[at][i / kInt4TileN]);
-        if (c.bias) value += load(c.bias, n, c.type);
-        store(c.out, (row + i / kInt4TileN) * w.n + n, value, c.type);
-      }
-    }
-  }
+  const int64_t rows = kBatches * rows_at_once(c);
+  Tile t;
+  for (int64_t tile = begin; tile < end; ++tile)
+    for (int64_t row = 0; row < c.m; row += rows)
+      multiply_tile(t, c, x, tile, row, least(row + rows, c.m));
 }
 
 // ---- unpack ----

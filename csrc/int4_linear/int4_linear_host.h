@@ -55,7 +55,7 @@ inline void int4_product_host(Host& host, const TensorView& x, const TensorView&
     return host.check(int4_product_cuda(c, plan, host.stream()));
   }
   const int64_t columns = c.weight.tiles_k * kInt4TileK;
-  float* const ordered = host.workspace<float>(c.m * columns);
+  float* const ordered = host.workspace<float>(c.m * (columns + c.weight.groups));
   parallel_for(0, c.m, least(64, 16384 / (columns + 1) + 1), [&](int64_t begin, int64_t end) {
     FLEXOPS_ISA_CALL(int4_order_cpu)(c, ordered, begin, end);
   });

@@ -14,9 +14,14 @@ zero point and scale to the sum of each group in float32::
     out[m, n] = sum over groups: scale * (sum(code * x) - zero * sum(x))
 
 so a result is at least as accurate as that of a product with the dequantized weight. More rows are
-multiplied by the weight dequantized in registers, rounded to x's dtype; on a CPU, few rows too, but
-in float32 (more than 8 rows in bfloat16 are rounded where AVX-512 has products of bfloat16). From
-some number of rows on, it is faster to dequantize the weight in memory and to call torch's product.
+multiplied by the weight dequantized in registers, rounded to x's dtype.
+
+Kernels for CPUs multiply codes in the same way, or, without products of bfloat16, AVX-512 the
+weight dequantized in float32. Only more than 8 rows in bfloat16, with groups of 64 or 128, are
+multiplied by the rounded weight where AVX-512 has products of bfloat16.
+
+From some number of rows on, it is faster to dequantize the weight in memory and to call torch's
+product. Where codes are multiplied, an infinite element of x can make results NaN.
 """
 
 from __future__ import annotations
