@@ -71,19 +71,33 @@ Plan choose_hopper(const Int4Product& c, int processors) {
   return best;
 }
 
-/// The kernel of up to 16 rows. If blocks of two teams run all at once, a stage costs its tiles of
-/// rows and as much as three more, for x, and adding the sums of a cluster as much as 28; with
-/// up to 8 rows of x, two tiles are slower than four. Otherwise there are blocks of one team, two
-/// on a multiprocessor.
+/// Whether the kernel of up to 16 rows leaves room for the next one: there are nearly as many
+/// blocks as multiprocessors, and each has few chunks of columns.
+bool leaves_room(int64_t blocks, int64_t chunks, int processors) {
+  return blocks <= processors && 5 * blocks > 4 * processors && chunks <= 8;
+}
+
+/// The kernel of up to 16 rows: with room for the next kernel, if that is possible. Otherwise, if
+/// blocks of two teams run all at once, a stage costs its tiles of rows and as much as three more,
+/// for x, and adding the sums of a cluster as much as 16 and more. Else there are blocks of one
+/// team, two on a multiprocessor.
 Plan choose_few(const Int4Product& c, int processors) {
   const int64_t tiles_n = c.weight.tiles_n,
                 chunks = ceil_div(c.weight.tiles_k, int64_t{int4::kSixteenTeam});
+  for (int cluster = 1; cluster <= (chunks > 4 ? 2 : 1); ++cluster) {
+    for (int tiles = c.m > 8 ? 4 : 2; tiles <= 4; tiles *= 2) {
+      if (leaves_room(ceil_div(tiles_n, tiles) * cluster, ceil_div(chunks, cluster), processors))
+        return {(c.m > 8 ? 10 : 20) + tiles, 6, cluster};
+    }
+  }
   Plan best = {};
   int64_t least_cost = INT64_MAX;
-  for (int cluster = 1; cluster <= 8; cluster *= 2) {
-    for (int tiles = c.m > 8 ? 2 : 4; tiles <= 4; tiles *= 2) {
+  for (int log = 0; log <= 3; ++log) {
+    const int cluster = 1 << log;
+    for (int tiles = 2; tiles <= 4; tiles *= 2) {
       if (ceil_div(tiles_n, tiles) > clusters_of(cluster, processors)) continue;
-      const int64_t cost = ceil_div(chunks, cluster) * (tiles + 3) + (cluster > 1 ? 28 : 0);
+      const int64_t cost =
+          ceil_div(chunks, cluster) * (tiles + 3) + (cluster > 1 ? 8 * (log + 1) : 0);
       if (cost < least_cost) least_cost = cost, best = {20 + tiles, 4, cluster};
     }
   }
@@ -146,11 +160,19 @@ void launch_sixteen(const Params& params, const Plan& plan, void* stream) {
   p.p = params, p.stages = plan.second, p.x_tiles = 1;
   p.chunks = static_cast<int>(
       ceil_div(ceil_div(params.tiles_k, int4::kSixteenTeam), int64_t{plan.cluster}));
-  const int most = kTeams == 2 ? gpu.shared_of_block : gpu.shared_of_processor / 2 - 1024;
+  int64_t count = ceil_div(params.tiles_n, kTiles) * plan.cluster;
+  const bool beside =
+      int4::kSixteenBeside<kTokens, kTeams, kTiles> && leaves_room(count, p.chunks, gpu.processors);
+  if (beside) count = gpu.processors / plan.cluster * plan.cluster;
+  const int half = gpu.shared_of_processor / 2 - 1024;
   const auto bytes = [&] {
     return int4::SixteenLayout<kTiles>(8 * kTokens, kTeams, params.group_shift, p.stages).bytes;
   };
-  while (p.stages > int4::sixteen_least_stages(kTeams) && bytes() > most) p.stages -= kTeams;
+  while (p.stages > int4::sixteen_least_stages(kTeams) &&
+         bytes() > (beside || kTeams == 1 ? half : gpu.shared_of_block))
+    p.stages -= kTeams;
+  // More than half keeps the next kernel's blocks away.
+  const int64_t shared = beside || kTeams == 1 || bytes() > half ? bytes() : half + 1024;
   const auto numbers = [&](const void* of) {
     return map_words(of ? of : params.scales, params.tiles_n, 1, int64_t{params.groups} * 8, kTiles,
                      1, (64 * int4::kSixteenTeam >> params.group_shift) * 8);
@@ -165,8 +187,7 @@ void launch_sixteen(const Params& params, const Plan& plan, void* stream) {
                       int4::kSixteenTeam, 128);
   p.scales = numbers(params.scales), p.zeros = numbers(params.zeros);
   const LaunchConfig config =
-      config_of(ceil_div(params.tiles_n, kTiles) * plan.cluster, 32 * int4::kSixteenTeam * kTeams,
-                bytes(), plan.cluster, stream);
+      config_of(count, 32 * int4::kSixteenTeam * kTeams, shared, plan.cluster, stream);
   if (params.group_shift == 5)
     return launch(rare_kernel<int4::sixteen_rows_hopper<T, kTokens, kTeams, kTiles, true>>, config,
                   p);

@@ -7,6 +7,11 @@
 // three or four copies of the copy engine. Two teams of eight warps take the stages in turn, or a
 // block has one team, and a multiprocessor two blocks, one of which computes while the other one
 // adds its sums. How many tiles of rows: so that all blocks run at once and have the same work.
+//
+// Where columns are short, a block leaves room for one of the next kernel, which reads its first
+// weights meanwhile. Then there is one block for each multiprocessor: with fewer, some would get
+// two of the next kernel, and those the next two, and so on. Blocks without work of their own do
+// the last one's once more.
 #pragma once
 
 #include "common/wgmma.cuh"
@@ -29,6 +34,10 @@ inline constexpr int kSixteenTeam = 8, kSixteenMostStages = 8;
 // stage two phases ahead, which its barrier cannot distinguish from now.
 FLEXOPS_DEVICE constexpr int sixteen_least_stages(int teams) { return 2 * teams; }
 
+/// Whether two blocks fit into a multiprocessor's registers: 64 of them, or 128 for one team.
+template <int kTokens, int kTeams, int kTiles>
+inline constexpr bool kSixteenBeside = kTeams == 1 || (kTokens == 1 && kTiles <= 4);
+
 /// Shared memory, in bytes. The sums, of warps and of the block, take the place of the stages.
 template <int kTiles>
 struct SixteenLayout {
@@ -48,7 +57,8 @@ struct SixteenLayout {
 
 /// kTokens: eights of rows of x, 1 or 2. kTiles: of rows of W.
 template <class T, int kTokens, int kTeams, int kTiles, bool kSmall>
-__global__ void __launch_bounds__(32 * kSixteenTeam * kTeams, 2 / kTeams)
+__global__ void __launch_bounds__(32 * kSixteenTeam * kTeams,
+                                  kSixteenBeside<kTokens, kTeams, kTiles> ? 2 : 1)
     sixteen_rows_hopper(const FLEXOPS_GRID_CONSTANT SixteenParams params) {
   using namespace hopper;
   using X = Panels<8 * kTokens, 64>;
@@ -60,7 +70,8 @@ __global__ void __launch_bounds__(32 * kSixteenTeam * kTeams, 2 / kTeams)
   const int thread = static_cast<int>(threadIdx.x), warp = shuffle(thread / 32, 0),
             lane = thread % 32;
   const int g = lane / 4, t = lane % 4, member = warp % kTeam, team = warp / kTeam;
-  const int rank = cluster_rank(), block = cluster_index(), stages = params.stages;
+  const int rank = cluster_rank(), block = min(cluster_index(), (p.tiles_n - 1) / kTiles),
+            stages = params.stages;
   // The block's chunks of columns.
   const int begin = params.chunks * rank,
             count = max(min(params.chunks, (p.tiles_k + kTeam - 1) / kTeam - begin), 0);

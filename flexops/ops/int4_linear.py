@@ -429,7 +429,7 @@ def _linear(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
     ops = torch.ops.flexops
     packed, scales, zeros, n, k, group_size = weight
     result: Tensor
-    if streams(x, weight) and x.numel() <= _most_alone(x) * weight.k:
+    if streams(x, weight) and _capability(x.device) != (9, 0):  # there int4_product is faster
         lists = [[] if one is None else [one] for one in (packed, scales, zeros, bias)]
         result = ops.int4_few_rows_linear.default(
             x, *lists, None, 0.0, 0.0, None, 0, n, group_size, 0
@@ -483,12 +483,6 @@ def streams(x: Tensor, weight: Int4Weight) -> bool:
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-def _most_alone(x: Tensor) -> int:
-    """The most rows for which the kernel for few rows computes single products: of more, those of
-    ``int4_product`` are faster."""
-    return 2 if _capability(x.device) == (9, 0) else MOST_STREAMED_ROWS
 
 
 def _most_rows(x: Tensor, scales: Tensor) -> int:

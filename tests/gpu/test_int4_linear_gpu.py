@@ -179,6 +179,27 @@ def test_calls_are_captured(rows):
     assert torch.equal(out, flexops.int4_linear(x * 2, weight) + 1)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("group_size", [32, 64])
+@pytest.mark.parametrize(("n", "k"), [(4032, 4096), (2048, 8192), (8192, 2048), (4096, 14336)])
+def test_products_that_overlap_wait_for_each_other(n, k, group_size, dtype):
+    there, back = weight_of(n, k, group_size, False, dtype), weight_of(k, n, group_size, True)
+    # so that results stay as large as x
+    there, back = (one._replace(scales=one.scales / (4 * one.k**0.5)) for one in (there, back))
+    for rows in (1, 4, 8, 9, 16):
+        x = random_x(rows, k, dtype)
+        assert distance(flexops.int4_linear(x, there), x, there) < BOUNDS[dtype]
+        overlapping = apart = x
+        for weight in 8 * (there, back):
+            overlapping = flexops.int4_linear(overlapping, weight)
+        for weight in 8 * (there, back):
+            apart = flexops.int4_linear(apart, weight)
+            torch.cuda.synchronize()
+        assert apart.isfinite().all()
+        assert torch.equal(overlapping, apart)
+
+
 def test_the_gradient_is_the_dense_products():
     weight = weight_of(1000, 1024, 64, False)
     for rows in (5, 200):
