@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ... import settings
@@ -233,15 +234,26 @@ def _is_held(claim: dict[str, Any]) -> bool:
 
 
 def _is_dead(by: str) -> bool:
-    """Whether a claim is that of a process of this machine that has ended, killed perhaps."""
+    """Whether a claim is that of a process of this machine that has ended, killed perhaps. Signal 0
+    finds other users' processes too, which /proc hides if it is mounted with hidepid."""
     machine, _, process = by.rpartition(":")[0].rpartition(":")
-    return process.isdecimal() and machine == _machine() and not os.path.exists(f"/proc/{process}")
+    if machine != _machine() or not process.isdecimal():
+        return False
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError, ValueError):  # another user's, or no number of a process
+        pass
+    return False
 
 
 def _machine() -> str:
-    """The same for processes that see each other: containers of one host may have its name."""
+    """The same for processes that see each other: containers of one host may have its name, hosts
+    may have the same name, and all of them the same number of the first PID namespace."""
     with contextlib.suppress(OSError):
-        return f"{socket.gethostname()}:{os.stat('/proc/self/ns/pid').st_ino}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{socket.gethostname()}:{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
     return os.urandom(6).hex()
 
 

@@ -425,12 +425,46 @@ def test_a_process_of_this_machine_that_has_ended_is_not_waited_for(
     there = opened(f"file://{tmp_path}/store")
     mine = election._Claims(there, machines.cache("claiming", there), 1000)._claim()
     assert election._is_held(mine)
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    theirs = mine | {"by": mine["by"].replace(f":{os.getpid()}:", f":{ended.pid}:")}
+    theirs = mine | {"by": mine["by"].replace(f":{os.getpid()}:", f":{_ended()}:")}
     assert election._is_held(theirs | {"by": f"other-{theirs['by']}"})
     claim(there, machines, **theirs)
     assert answer(machines.obtain("first", there).library) == 42
+
+
+def test_hosts_of_one_name_are_told_apart():
+    """Each has the first PID namespace, whose number is the same everywhere."""
+    mine = f"{election._machine()}:1:nonce"
+    assert not election._is_dead(mine)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    ended = mine.replace(":1:", f":{_ended()}:")
+    assert election._is_dead(ended)
+    assert not election._is_dead(ended.replace(boot, "1a2b3c"))
+    assert not election._is_dead(ended.replace(f"{boot}:", ""))  # as it was written before
+
+
+def test_a_process_that_proc_hides_is_not_taken_for_dead(monkeypatch):
+    """Of another user, with /proc mounted with hidepid."""
+    real = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda x: not str(x).startswith("/proc/") and real(x))
+    assert not election._is_dead(f"{election._machine()}:{os.getpid()}:nonce")
+
+    def not_permitted(_process: int, _signal: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", not_permitted)
+    assert not election._is_dead(f"{election._machine()}:{_ended()}:nonce")
+
+
+@pytest.mark.parametrize("process", ["99999999999999999999", "9" * 5000, "-1", "x", ""])
+def test_what_is_no_number_of_a_process_is_not_taken_for_dead(process):
+    assert not election._is_dead(f"{election._machine()}:{process}:nonce")
+
+
+def _ended() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
 
 
 def test_what_cannot_be_compiled_is_tried_by_everybody_at_once(tmp_path, machines, opened, wait):
