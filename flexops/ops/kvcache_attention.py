@@ -24,6 +24,7 @@ from ._arguments import check_shape, check_tensor, soft_cap, whole
 from ._attention_checks import FLOATS, Options, declined, scale_of, window_of
 from ._attention_reference import reference as attention_reference
 from ._declared import define
+from ._multi_tensor import increment_versions
 from ._register import caller
 from ._self_check import difference
 from .attention import by_kernels
@@ -135,6 +136,8 @@ def attention_with_kvcache(
         rotary_from_leftpad,
         early,
     )
+    if k is not None:
+        increment_versions([k_cache, v_cache])
     return (out, lse) if return_softmax_lse else out
 
 

@@ -12,7 +12,13 @@ import torch
 import flexops
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
-from test_kvcache_attention import Config, Problem, configs, verify
+from test_kvcache_attention import (
+    Config,
+    Problem,
+    configs,
+    verify,
+    verify_that_backward_passes_notice_writes,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -107,3 +113,8 @@ def test_what_the_device_says_wrongly_reaches_no_foreign_memory():
     out = flexops.attention_with_kvcache(q, *caches, k, v, cache_seqlens=lengths, block_table=table)
     assert (caches == 0).all()
     assert (out == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["kernels", "plain"])
+def test_a_backward_pass_notices_that_a_cache_was_written(dtype):
+    verify_that_backward_passes_notice_writes("cuda", dtype)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 import flexops
+from flexops._torch import below_versions
+from flexops.ops import kvcache_attention
 
 
 class Config(NamedTuple):
@@ -208,3 +210,36 @@ def test_lengths_that_are_no_tensor_are_named():
     q, cache, new = torch.randn(2, 1, 4, 64), torch.randn(2, 16, 2, 64), torch.randn(2, 1, 2, 64)
     with pytest.raises(ValueError, match=r"or int32 \[batch\], got \[3, 4\]"):
         flexops.attention_with_kvcache(q, cache, cache, new, new, cache_seqlens=[3, 4])
+
+
+def verify_that_backward_passes_notice_writes(device: str, dtype: torch.dtype) -> None:
+    """Appending counts as a write of both caches, attending alone does not."""
+    config = Config(capacity=64, new=1, causal=True, dtype=dtype)
+    for new in (1, 0):
+        for name in ("k_cache", "v_cache"):
+            problem = Problem(config._replace(new=new), device)
+            problem.k_cache = problem.k_cache.clone()  # no view of the memory of both
+            factor = torch.ones((), device=device, requires_grad=True)
+            product = (factor * getattr(problem, name)).sum()
+            problem.call()
+            if new:
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    product.backward()
+            else:
+                product.backward()
+
+
+def test_a_backward_pass_notices_that_a_cache_was_written():
+    verify_that_backward_passes_notice_writes("cpu", torch.float32)
+
+
+def test_writes_count_where_a_kernel_does_not_count_them(monkeypatch):
+    """A kernel for GPUs writes memory, and torch counts nothing."""
+    plain = kvcache_attention._composed
+
+    def uncounted(*args: Any) -> Any:
+        with below_versions():
+            return plain(*args)
+
+    monkeypatch.setattr(kvcache_attention, "_composed", uncounted)
+    verify_that_backward_passes_notice_writes("cpu", torch.float32)
