@@ -15,6 +15,7 @@ from ._register import check_places, is_dense
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ANY_FLOAT = (*FLOAT_DTYPES, torch.float64)
 """float64 is for checks of functions only, and no error names it."""
+_LEAST_FLOAT32, _MOST_FLOAT32 = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
 def wide(x: Tensor) -> Tensor:
@@ -49,12 +50,23 @@ def soft_cap(what: str, value: Any, none: str = "0") -> float:
 
     Raises:
         TypeError: it is no number.
-        ValueError: it is not greater than 0 (which ``none="0"`` allows) or not finite.
+        ValueError: it is not greater than 0 (which ``none="0"`` allows) or not finite, in float64
+            or in float32.
     """
     cap = number(what, value)
     if not 0.0 < cap < math.inf and (cap or none != "0"):
         raise ValueError(f"{what} must be finite and greater than 0, or {none}, got {value}")
+    if cap:
+        check_float32(what, cap)
     return cap
+
+
+def check_float32(what: str, value: float) -> None:
+    """Raise unless a number greater than 0 is a normal float32: kernels, which take it and its
+    reciprocal in float32, would have 0 or infinity instead."""
+    if not _LEAST_FLOAT32 <= value <= _MOST_FLOAT32:
+        limits = f"{_LEAST_FLOAT32:.3g} to {_MOST_FLOAT32:.3g}"
+        raise ValueError(f"{what} must be from {limits} (float32), got {value}")
 
 
 def check_tensor(

@@ -25,7 +25,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ._arguments import number, soft_cap
+from ._arguments import check_float32, number, soft_cap
 from ._declared import define
 from ._register import caller
 from ._self_check import Make, checking
@@ -104,8 +104,11 @@ def logprobs(
 
 
 def check_numbers(where: str, temperature: float, softcap: float | None) -> None:
-    if not number(f"{where} temperature", temperature) > 0.0:
+    divisor = number(f"{where} temperature", temperature)
+    if not divisor > 0.0:
         raise ValueError(f"{where} temperature must be greater than 0, got {temperature}")
+    if divisor < 1.0:  # any number above leads to a distribution
+        check_float32(f"{where} temperature", divisor)
     if softcap is not None:
         soft_cap(f"{where} softcap", softcap, "None")
 

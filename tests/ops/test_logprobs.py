@@ -70,6 +70,10 @@ def wrong_calls() -> tuple[Refusal, ...]:
         wrong("temperature must be greater than 0, got 0.0", x, t, temperature=0.0),
         wrong("temperature must be greater than 0, got nan", x, t, temperature=float("nan")),
         wrong("softcap must be finite and greater than 0, or None, got -1.0", x, t, softcap=-1.0),
+        # of float64 numbers that are 0 or infinite in float32
+        wrong(r"softcap must be from 1.18e-38 to 3.4e\+38 .* got 1e-300", x, t, softcap=1e-300),
+        wrong(r"softcap must be from 1.18e-38 to 3.4e\+38 .* got 1e\+39", x, t, softcap=1e39),
+        wrong("temperature must be from 1.18e-38 .* got 1e-300", x, t, temperature=1e-300),
     )
 
 
@@ -85,6 +89,7 @@ def wrong_layers() -> tuple[Refusal, ...]:
         wrong("weight must be on hidden's device, cpu, got meta", x, w.to("meta"), t),
         wrong("chunk_size must be at least 1, or None, got 0", x, w, t, chunk_size=0),
         wrong("temperature must be greater than 0, got -1", x, w, t, temperature=-1),
+        wrong("softcap must be from 1.18e-38 .* got 1e-300", x, w, t, softcap=1e-300),
         wrong(
             r"target must have shape \(3,\), one class for each row of hidden, got \(1,\)",
             x,
