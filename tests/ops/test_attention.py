@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import SCORE_MODS, WINDOWS, assert_close, distance_of, errors, exact, squared
-from contract import Args, Case, Contract, Make, Refusal, Shape
+from contract import Args, Case, Contract, Make, Refusal, Shape, assert_near, at_each_isa, run
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
@@ -254,6 +254,21 @@ class TestContract(Contract):
             for case in CASES
         ),
     )
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_gradients_where_most_queries_see_no_key(case, native_kernels):
+    """In bfloat16, as near to the reference as the contract asks for: where the gradients of two
+    rows out of 33 are not 0, these are a small difference of rounded terms."""
+    native_kernels("attention", "cpu")
+    for seed in range(20):
+        args = case.inputs(Make(torch.bfloat16, "cpu", seed=seed), (3, 33, 2, 4, 7))
+        with OnReference():
+            expected = run(case.call, args, case.differentiable)
+        for isa in at_each_isa("cpu"):
+            with isa:
+                actual = run(case.call, args, case.differentiable)
+            assert_near(actual, expected, case.rounding, what=f"seed {seed}")
 
 
 @pytest.fixture(params=["op", "reference"])
