@@ -34,7 +34,7 @@ from flexops.builder.packaging import PlatformWheel  # noqa: E402
 from flexops.errors import FlexopsError  # noqa: E402
 from flexops.toolchain import zig  # noqa: E402
 
-EXAMPLE = ["builder/example/**", "builder/example/.github/**"]
+EXAMPLE = [f"builder/example/{part}" for part in ("**", ".github/**", ".gitignore")]
 DATA = {
     "flexops": [
         "py.typed",

@@ -1165,6 +1165,35 @@ def test_a_new_package_is_the_example_under_its_name_and_passes_its_tests(tmp_pa
     assert "there already" in again.stderr
 
 
+def test_git_ignores_what_building_and_testing_a_new_package_write(tmp_path):
+    files = new.write("other", "double_it", tmp_path)
+    root = tmp_path / "other"
+    written = (
+        "build/lib.linux-x86_64/other/__init__.py",
+        "dist/other-0.1.0-py3-none-any.whl",
+        "other-0.1.0-py3-none-any.whl",
+        "other.egg-info/PKG-INFO",
+        "other/__pycache__/__init__.cpython-312.pyc",
+        "other/_aot/other.double_it-cpu/other_double_it_cpu.so",
+        ".venv/bin/python",
+        ".pytest_cache/README.md",
+        ".hypothesis/examples/0",
+    )
+    for path in written:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text("")
+    subprocess.run(["git", "init", "-q", str(root)], check=True)
+    seen = ["git", "-C", str(root), "ls-files", "--others", "--exclude-standard"]
+    assert set(completed(seen).stdout.split()) == {str(path.relative_to(root)) for path in files}
+
+
+def test_lines_of_a_new_package_have_at_most_100_columns(tmp_path):
+    files = new.write("mylib", "scale", tmp_path)
+    assert len(files) > 10
+    lines = [line for path in files for line in path.read_text().splitlines()]
+    assert [line for line in lines if len(line) > 100] == []
+
+
 # what the operator is, wherever it is said
 
 
@@ -1198,7 +1227,13 @@ def test_a_package_that_is_there_is_whole(tmp_path, monkeypatch):
     assert all(path.is_file() for path in files)
 
 
-FORMULA = ("* factor", "grad, ctx.factor", "* 0.3", "for (int64_t i")
+FORMULA = (
+    "* factor",
+    "* static_cast<float>(factor)",
+    "grad, ctx.factor",
+    "* 0.3",
+    "for (int64_t i",
+)
 
 
 def test_a_newcomer_writes_little_that_is_no_formula():
@@ -1213,7 +1248,7 @@ def test_a_newcomer_writes_little_that_is_no_formula():
         line.strip() for path in files for line in path.read_text().splitlines() if line.strip()
     ]
     plain = [line for line in lines if line[0] not in "/})" and not line.startswith(("# ", '"""'))]
-    assert len([line for line in plain if not any(part in line for part in FORMULA)]) <= 70
+    assert len([line for line in plain if not any(part in line for part in FORMULA)]) <= 72
 
 
 MOVED = """

@@ -25,6 +25,7 @@ from flexops.build.plan import kernel_names
 from flexops.build.store import manifest as manifests
 from flexops.build.store.cache import read_entry
 from flexops.build.store.manifest import judge
+from flexops.builder import new
 from flexops.errors import CompileError
 
 Done = subprocess.CompletedProcess
@@ -109,6 +110,13 @@ def test_a_plain_wheel_holds_no_compiled_code(source, tmp_path):
     assert all(name.startswith(("flexops/", "flexops_torch-")) for name in names), "no tools"
     modules = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "flexops").rglob("*.py")}
     assert modules <= names, "every module travels"
+    (tmp_path / "new").mkdir()
+    files = new.write("mylib", "scale", tmp_path / "new")
+    example = {
+        f"flexops/builder/example/{path.relative_to(tmp_path / 'new/mylib')}" for path in files
+    }
+    assert "flexops/builder/example/.gitignore" in example
+    assert example <= names, "what `flexops new` copies travels"
 
 
 @pytest.mark.usefixtures("can_build")
