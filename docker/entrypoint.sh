@@ -42,8 +42,7 @@ if [ ! -w . ]; then
       "$PWD rw"*)
         echo "flexops: $PWD belongs to user $(stat -c %u:%g "$PWD"), and this container runs as" \
           "$(id -u):$(id -g): it cannot write there" >&2
-        echo "  fix: docker run --user \"\$(id -u):\$(id -g)\" ..." \
-          "  # flexops image run does it" >&2
+        echo "  fix: docker run --user \"\$(id -u):\$(id -g)\" ..." >&2
         ;;
     esac
   done </proc/self/mountinfo
@@ -64,7 +63,7 @@ if [ -n "${FLEXOPS_IMAGE_DRIVER:-}" ] && [ -e "${NVIDIA_DEVICE:-/dev/nvidiactl}"
   if [ -n "$found" ] && [ "${found%%.*}" -lt "${FLEXOPS_IMAGE_DRIVER%%.*}" ]; then
     echo "flexops: this machine's NVIDIA driver is $found, and" \
       "flexops:$FLEXOPS_IMAGE_TARGET needs $FLEXOPS_IMAGE_DRIVER or newer: update the driver," \
-      "or take an image for an older CUDA (flexops image list)" >&2
+      "or take an image for an older CUDA (flexops target list)" >&2
     exit 1
   fi
 fi

@@ -4,18 +4,21 @@ that it uses; what does not says where its like is run."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_line import COMMAND
 from torch import nn
 
 import flexops
 from flexops.bench.reference import OnReference
 
 ROOT = Path(__file__).parents[2]
+
+SUGGESTING = (".sh", ".py", ".in", ".hcl", ".yaml")
 
 ELSEWHERE = {
     ("README.md", "flexops.patch(model)"): "tests/patching/test_apply.py",
@@ -272,3 +275,32 @@ def test_the_life_of_a_build_names_modules_and_functions_that_exist():
         )
     for folder, module in re.findall(r"^\| `(\w+/)` \|.*\| `(\w+\.py)` \|$", text, re.M):
         assert (package / folder / module).is_file()
+
+
+def groups() -> dict[str, set[str]]:
+    """The groups of the command line and their commands."""
+    context = COMMAND.make_context("flexops", [], resilient_parsing=True)
+    tools = {name: COMMAND.get_command(context, name) for name in COMMAND.list_commands(context)}
+    return {
+        name: set(tool.list_commands(context))
+        for name, tool in tools.items()
+        if hasattr(tool, "list_commands")
+    }
+
+
+def suggested(groups: Iterable[str]) -> list[tuple[str, str]]:
+    """``flexops GROUP COMMAND`` in texts that no compiler reads: pages, scripts, Dockerfiles."""
+    places = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+    places += [ROOT / "compose.yaml", ROOT / "tools/README.md", *(ROOT / "docs").glob("*.md")]
+    for folder in ("docker", "recipe", "scripts"):
+        places += [path for path in (ROOT / folder).rglob("*") if path.suffix in SUGGESTING]
+    places += (ROOT / "docker").glob("Dockerfile.*")
+    command = re.compile(rf"\bflexops ({'|'.join(groups)}) ([a-z-]+)\b")
+    return [found for path in places for found in command.findall(path.read_text())]
+
+
+def test_every_command_that_a_text_names_exists():
+    known = groups()
+    found = suggested(known)
+    assert len(found) > 40
+    assert {(group, name) for group, name in found if name not in known[group]} == set()
