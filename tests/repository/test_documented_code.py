@@ -304,3 +304,14 @@ def test_every_command_that_a_text_names_exists():
     found = suggested(known)
     assert len(found) > 40
     assert {(group, name) for group, name in found if name not in known[group]} == set()
+
+
+@pytest.mark.parametrize("name", ["images", "conda", "getting-started"])
+def test_a_page_has_the_wheel_and_the_tools_before_their_commands(name):
+    """flexops-tools require the flexops of the clone, which is on no index."""
+    text = (ROOT / f"docs/{name}.md").read_text()
+    order = ["scripts/build_wheel.sh", r"dist/flexops_torch-\*.whl", r"\./tools"]
+    order += ["flexops (?:image|channel) build", "docker run|conda install"]
+    first = [found.start() for part in order if (found := re.search(part, text))]
+    assert len(first) == len(order)
+    assert first == sorted(first)

@@ -16,10 +16,10 @@ _USUAL = ("9.0",)
 """The row that doctor compares a development container with, where a toolkit has it."""
 _COMPOSE_HEAD = (
     "#",
-    "#   docker compose run --rm cu130-sm90                       doctor's report",
-    "#   docker compose run --rm cu130-sm90 python train.py       in this directory",
+    "#   docker compose run --rm cu130-sm90                          doctor's report",
+    "#   docker compose run --rm cu130-sm90 python examples/demo.py  in this directory",
     (
-        "#   CONTAINER_USER=$(id -u):$(id -g) docker compose run ...  as you, so that what it"
+        "#   CONTAINER_USER=$(id -u):$(id -g) docker compose run ...     as you, so that what it"
         " writes here is yours"
     ),
 )
