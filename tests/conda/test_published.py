@@ -322,6 +322,17 @@ def test_an_address_that_holds_no_channel_is_said_to(address):
         audit(Place.parse(f"{address}/nowhere"), "flexops")
 
 
+@pytest.mark.parametrize(
+    ("package", "command"), [("", "build"), ("flexops-1-cpu_0.conda", "index")]
+)
+def test_a_folder_without_an_index_names_the_command_that_writes_one(tmp_path, package, command):
+    (tmp_path / "linux-64").mkdir()
+    (tmp_path / "linux-64" / (package or "notes.txt")).touch()
+    with pytest.raises(ChannelError, match="there is no channel") as caught:
+        audit(Place(tmp_path), "flexops")
+    assert caught.value.fix == f"flexops channel {command} --channel {tmp_path}"
+
+
 # ---- where no channel can be ----
 
 

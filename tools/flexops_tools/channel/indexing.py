@@ -80,11 +80,13 @@ def audit(place: Place, name: str) -> list[Path]:
         ChannelError: the channel cannot be read, has no such package, or its index and its packages
             do not agree: which, and how.
     """
-    if not place.address and not place.channel.is_dir():
+    # a build that failed leaves an empty folder
+    if not place.address and not (place.channel / "noarch").is_dir():
+        command = "index" if place.packages() else "build"
         raise ChannelError(
             "there is no channel",
-            found=str(place.channel),
-            fix=f"flexops channel build --channel {place.channel}",
+            found=f"{place.channel}, without an index",
+            fix=f"flexops channel {command} --channel {place.channel}",
         )
     place.work.mkdir(parents=True, exist_ok=True)
     request = {
