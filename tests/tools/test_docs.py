@@ -55,6 +55,32 @@ def test_who_lacks_what_builds_it_gets_what_makes_an_environment():
     assert "fix: bash scripts/ci/build_site.sh" in done.stderr
 
 
+def pinned(*files: Path) -> set[str]:
+    return {name for file in files for name in re.findall(r"^[\w.-]+", file.read_text(), re.M)}
+
+
+HIDE = """
+import sys
+from importlib.metadata import packages_distributions
+for module, distributions in packages_distributions().items():
+    if set(distributions) <= set(sys.argv[1:]):
+        sys.modules[module] = None
+import flexops
+print(len([getattr(flexops, name) for name in flexops.__all__]))
+"""
+
+
+def test_every_public_name_is_there_with_what_the_site_s_environment_installs():
+    """What only the tests install is hidden."""
+    script = (ROOT / "scripts/ci/build_site.sh").read_text()
+    installed = {"setuptools", *re.findall(r"[\w.-]+", script)}  # torch requires setuptools
+    others = pinned(ROOT / "tests/requirements.txt") - pinned(DOCS / "requirements.txt")
+    hidden = others - installed
+    assert {"accelerate", "py-rattler"} <= hidden
+    done = completed([sys.executable, "-c", HIDE, *sorted(hidden)])
+    assert int(done.stdout) > 50
+
+
 def public_names() -> Iterator[str]:
     """``flexops.x`` for every public name, and those of the modules among them."""
     for name in flexops.__all__:
