@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from ..compute_capability import ComputeCapability
 from ..errors import NativeUnavailableError
-from .model import Version
+from .version import Version
 
 # The driver's numbers: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR,
 # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CUDA_ERROR_NOT_INITIALIZED.

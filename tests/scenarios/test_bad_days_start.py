@@ -103,13 +103,22 @@ def test_fallback_forbidden_raises_with_reason_and_fix(no_native):
 
 
 def test_a_warm_start_starts_nothing_locks_nothing_and_writes_nothing(warm):
-    """Seen by Python's audit hook. The import of flexops likewise, and it leaves CUDA alone."""
+    """Seen by Python's audit hook. The import of flexops likewise, and it leaves CUDA alone.
+
+    What plans, compiles and supplies kernels of a GPU is not even imported.
+    """
     before = {path: path.stat().st_mtime_ns for path in warm.cache.rglob("*")}
     result = warm.call({**warm.environment, "FLEXOPS_FALLBACK": "forbid"})
     assert (result["values"], result["backend"], result["path"]) == (SQUARED, "jit", warm.library)
     assert result["call_events"] == []
     assert result["import_events"] == []
     assert result["cuda"] is False
+    stages = tuple(f"flexops.build.{one}." for one in ("plan", "compile", "load"))
+    assert sorted(name for name in result["modules"] if name.startswith(stages)) == [
+        "flexops.build.load.freshness",
+        "flexops.build.load.loader",
+        "flexops.build.plan.cache_key",
+    ]
     assert {path: path.stat().st_mtime_ns for path in warm.cache.rglob("*")} == before
 
 

@@ -18,20 +18,21 @@ from ...compute_capability import Architecture, ComputeCapability
 from ...errors import NO_CODE, CompileError, FlexopsError, NativeUnavailableError
 from ...toolchain import libcuda
 from ...toolchain.libcuda import NOT_CODE, DriverError
-from ...toolchain.model import Version
+from ...toolchain.version import Version
 from ..describe import layout
 from ..describe.spec import OpSpec
-from ..plan import kernel_names, kernel_plan
+from ..plan import kernel_names
 from ..plan.cache_key import Digests
-from ..plan.program import Program
 from ..store import counters
 from ..store.cache import Entry, read_entry
 from ..store.manifest import Rejection
 from ..store.opening import open_cache
-from . import freshness, provider_texts, record
+from . import freshness, provider_texts
 
 if TYPE_CHECKING:
     from ...toolchain.nvrtc import DeviceCompiler
+    from ..plan.kernel_plan import KernelPlan, TextKernel
+    from ..plan.program import Program
     from .extension_installed import InstalledProgram
 
 _TRIES = 3  # the local cache's, the remote cache's or another process's, and what is compiled here
@@ -55,7 +56,7 @@ class FamilyKernel(NamedTuple):
     def name(self, architecture: str) -> str:
         return kernel_names.artifact_name(self.spec.name, architecture, self.text + self.expression)
 
-    def plan(self, architecture: Architecture, compiler: DeviceCompiler) -> kernel_plan.KernelPlan:
+    def plan(self, architecture: Architecture, compiler: DeviceCompiler) -> KernelPlan:
         return plan_kernel(self.spec, self.expression, architecture, compiler, self.text)
 
     def apart(self, files: Digests) -> Rejection | None:
@@ -66,7 +67,7 @@ class FamilyKernel(NamedTuple):
         return f'flexops build {self.spec.name} --arch "{capability}" --rare'
 
 
-AnyKernel: TypeAlias = "FamilyKernel | kernel_plan.TextKernel | Program | InstalledProgram"
+AnyKernel: TypeAlias = "FamilyKernel | TextKernel | Program | InstalledProgram"
 
 
 def attach(library: Path, spec: OpSpec, made: tuple[tuple[str, str], ...] = ()) -> None:
@@ -206,11 +207,8 @@ def load_all(kernel: AnyKernel, capability: ComputeCapability) -> list[int]:
             loaded = libcuda.driver().load(
                 entry.library.read_bytes() + b"\0", entry.manifest.symbol.split("\n")
             )
-            recorded = isinstance(kernel, kernel_plan.TextKernel) or (
-                isinstance(kernel, FamilyKernel) and not kernel.text
-            )
-            if recorded and settings.current().record:
-                record.kernel(kernel, capability)
+            if settings.current().record:
+                _record(kernel, capability)
             return loaded
         except (OSError, DriverError) as error:
             refused = _refused(entry, kernel, capability, error, compiled=compiled)
@@ -224,6 +222,16 @@ def load_all(kernel: AnyKernel, capability: ComputeCapability) -> list[int]:
     raise NativeUnavailableError(
         f"{NO_CODE} {kernel.expression} for a GPU of capability {capability}", found=found, fix=fix
     )
+
+
+def _record(kernel: AnyKernel, capability: ComputeCapability) -> None:
+    """Write down a kernel that another machine can compile from what it is called, or its text."""
+    from ..plan.kernel_plan import TextKernel  # few runs are recorded
+    from . import record
+
+    named = isinstance(kernel, FamilyKernel) and not kernel.text
+    if named or isinstance(kernel, TextKernel):
+        record.kernel(kernel, capability)
 
 
 def _refused(
@@ -342,7 +350,9 @@ def plan_kernel(
     architecture: Architecture,
     compiler: DeviceCompiler,
     text: str = "",
-) -> kernel_plan.KernelPlan:
+) -> KernelPlan:
+    from ..plan import kernel_plan
+
     csrc = layout.csrc_root()
     return kernel_plan.plan_kernel(
         spec.name,
@@ -368,9 +378,7 @@ def _fetched(kernel: AnyKernel, capability: ComputeCapability) -> Entry | None:
     return cache.fetch_key(plan.name, plan.key)
 
 
-def _plan(
-    kernel: AnyKernel, capability: ComputeCapability
-) -> tuple[kernel_plan.KernelPlan, tuple[str, ...]]:
+def _plan(kernel: AnyKernel, capability: ComputeCapability) -> tuple[KernelPlan, tuple[str, ...]]:
     choice = compiler_for(settings.current(), (capability,))
     plan = kernel.plan(choice.architectures[0], choice.compiler)
     if refusal := _apart(kernel, plan.files):

@@ -1,8 +1,8 @@
 """Calls an op as a user does, in a process of its own, and prints what happened.
 
-The op is ``SQUARE``, defined and catalogued here as a real one is. Request: ``csrc``; ``watch``:
-true to report everything that the audit hook sees between importing torch and the end of the first
-call; ``abi``: pretend that torch has this version.
+The op is doctor's ``small_op``, defined and catalogued here as a real one is. Request: ``csrc``;
+``watch``: true to report everything that the audit hook sees between importing torch and the end of
+the first call; ``abi``: pretend that torch has this version.
 """
 
 # ruff: noqa: E402 - paths and stand-ins come before the imports that need them
@@ -14,8 +14,6 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 request: dict[str, Any] = json.loads(sys.argv[1])
 events: list[str] = []
@@ -62,13 +60,12 @@ def watch(event: str, arguments: tuple[Any, ...]) -> None:
 
 def define() -> None:
     """What ``flexops/ops/<op>.py`` and the catalogue do for a real op."""
-    from builds import SQUARE
-
     from flexops.build.describe import catalog, layout
+    from flexops.doctor.trial import small_op
     from flexops.ops import _register
 
     layout.csrc_root = lambda: Path(request["csrc"])
-    catalog.CATALOG = (*catalog.CATALOG, SQUARE)
+    catalog.CATALOG = (*catalog.CATALOG, small_op())
     _register.define(
         "doctor", "doctor_square(Tensor x) -> Tensor", lambda x: x * x, torch.empty_like
     )
@@ -128,6 +125,7 @@ def main() -> None:
                 "import_events": during_import,
                 "call_events": events,
                 "cuda": torch.cuda.is_initialized(),
+                "modules": [name for name in sys.modules if name.startswith("flexops.")],
             }
         )
     )
