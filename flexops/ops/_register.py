@@ -408,7 +408,7 @@ def _caller(
     return call
 
 
-_WRONG_KIND = re.compile(
+_WRONG_KIND = (  # compiled only when it is used
     r"Expected a value of type '([^']*)' for argument '(\w+)' but instead found type '([^']*)'"
 )
 _KINDS = {"float": "a number", "int": "a whole number", "bool": "True or False"}
@@ -417,7 +417,7 @@ _KINDS = {"float": "a number", "int": "a whole number", "bool": "True or False"}
 def _refuse_kind(op: Any, said: str) -> None:
     """Raise, in the public function's words, what the dispatcher says of a number of another
     type."""
-    if not (found := _WRONG_KIND.search(said)):
+    if not (found := re.search(_WRONG_KIND, said)):
         return
     wanted, name, given = found.groups()
     inner = wanted.removeprefix("Optional[").removesuffix("]")

@@ -7,7 +7,6 @@ import functools
 import keyword
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...errors import FlexopsError
@@ -190,9 +189,8 @@ class Dimensions(NamedTuple):
     plus: int = 0
 
 
-@dataclass(frozen=True)
-class Signature:
-    """An operator as it is declared.
+class Signature(NamedTuple):
+    """An operator as it is declared. (A NamedTuple, as in ``toolchain/version.py``.)
 
     Attributes:
         schema: its schema.
