@@ -855,14 +855,14 @@ def test_an_error_on_the_way_leaves_16_bits(monkeypatch):
     assert torch.equal(logits(model), before)
 
 
-def test_offloading_is_rejected():
+def test_offloading_is_rejected(tmp_path):
     places = {"model": "cpu", "lm_head": "disk"}
     with pytest.raises(PatchError, match="offloaded"):
         AutoModelForCausalLM.from_pretrained(
             GOLDEN / "gptq",
             quantization_config=Int4Config(),
             device_map=places,
-            offload_folder="unused",
+            offload_folder=tmp_path,
         )
 
 
