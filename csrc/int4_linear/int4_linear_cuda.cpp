@@ -84,7 +84,8 @@ bool leaves_room(int64_t blocks, int64_t chunks, int processors) {
 Plan choose_few(const Int4Product& c, int processors) {
   const int64_t tiles_n = c.weight.tiles_n,
                 chunks = ceil_div(c.weight.tiles_k, int64_t{int4::kSixteenTeam});
-  for (int cluster = 1; cluster <= (chunks > 4 ? 2 : 1); ++cluster) {
+  const int most_cluster = c.m <= 8 && chunks > 4 ? 2 : 1;
+  for (int cluster = 1; cluster <= most_cluster; ++cluster) {
     for (int tiles = c.m > 8 ? 4 : 2; tiles <= 4; tiles *= 2) {
       if (leaves_room(ceil_div(tiles_n, tiles) * cluster, ceil_div(chunks, cluster), processors))
         return {(c.m > 8 ? 10 : 20) + tiles, 6, cluster};
