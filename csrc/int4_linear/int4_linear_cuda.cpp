@@ -79,8 +79,8 @@ bool leaves_room(int64_t blocks, int64_t chunks, int processors) {
 
 /// The kernel of up to 16 rows: with room for the next kernel, if that is possible. Otherwise, if
 /// blocks of two teams run all at once, a stage costs its tiles of rows and as much as three more,
-/// for x, and adding the sums of a cluster as much as 16 and more. Else there are blocks of one
-/// team, two on a multiprocessor.
+/// for x, and adding the sums of a cluster as much as 16 tiles or more. Else there are blocks of
+/// one team, two on a multiprocessor.
 Plan choose_few(const Int4Product& c, int processors) {
   const int64_t tiles_n = c.weight.tiles_n,
                 chunks = ceil_div(c.weight.tiles_k, int64_t{int4::kSixteenTeam});

@@ -190,7 +190,8 @@ class Dimensions(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """An operator as it is declared. (A NamedTuple, as in ``toolchain/version.py``.)
+    """An operator as it is declared. A NamedTuple, which is made faster than a dataclass: a first
+    call needs it.
 
     Attributes:
         schema: its schema.
