@@ -5,7 +5,8 @@
 // its warps share k. The weights are the left operand of mma.sync and go from memory to registers,
 // 16 bytes a lane: which 16 of k one product adds up is free, if both operands agree, so a lane's
 // bytes lie together. Tensor cores, because a lane would otherwise widen every weight. A warp has
-// two chunks of k in flight: while it multiplies one, the other arrives.
+// two chunks of k in flight: while it multiplies one, the other arrives. On 9.0, one or two rows
+// are multiplied without tensor cores: few_rows_fma_hopper.cuh.
 //
 // A block first copies one row or two to shared memory while its first weights are on their way.
 // There they are multiplied by the norm's weights, and their squares added up; a row's factor is
@@ -125,6 +126,60 @@ FLEXOPS_DEVICE float round_to(float x) {
 /// different banks.
 FLEXOPS_DEVICE int staged_stride(int k) { return (k + 63) / 64 * 64 + 32; }
 
+/// Copies the rows to shared memory, multiplied by the norm's weights; the sums of their squares
+/// are those of the warps.
+template <class T, int kWarps, int kRows>
+FLEXOPS_DEVICE void stage_rows(const Params& p, u16* rows, float (&squares)[kWarps][kRows]) {
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  for (int row = 0; row < p.rows; ++row) {
+    float total = 0;
+    for (int i = 8 * static_cast<int>(threadIdx.x); i < p.k; i += 8 * 32 * kWarps) {
+      uint4 v = load8<true, Cache::normal>(
+          static_cast<const u16*>(p.x) + static_cast<i64>(row) * p.k, i, p.k);
+      if (p.norm) {
+        const uint4 gain = load8<true, Cache::normal>(static_cast<const u16*>(p.norm), i, p.k);
+        v.x = weigh<T>(v.x, gain.x, p.offset, total), v.y = weigh<T>(v.y, gain.y, p.offset, total);
+        v.z = weigh<T>(v.z, gain.z, p.offset, total), v.w = weigh<T>(v.w, gain.w, p.offset, total);
+      }
+      *reinterpret_cast<uint4*>(rows + row * staged_stride(p.k) + i) = v;
+    }
+    total = warp_reduce(total, Sum());
+    if (lane == 0) squares[warp][row] = total;
+  }
+}
+
+/// Adds the sums of the parts of k of one row of a block's column, and writes what they are of. The
+/// block's columns are those from `first` on of weight `which`.
+template <class T, bool kGated, bool kNormed, int kParts, int kLines, int kWidth, int kWarps,
+          int kRows>
+FLEXOPS_DEVICE void write_one(const Params& p, int which, int first, int column, int row,
+                              const float (&sums)[kParts][kLines][kWidth],
+                              const float (&squares)[kWarps][kRows]) {
+  constexpr int kOfTile = kGated ? kColumns / 2 : kColumns;
+  float factor = 1;
+  if (kNormed && p.norm) {
+    float total = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) total += squares[w][row];
+    factor = rsqrtf(total / static_cast<float>(p.k) + p.eps);
+  }
+  const int line = column / kOfTile * kColumns + column % kOfTile;
+  const auto result = [&](int number, int at) {
+    float total = 0;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) total += sums[part][at][row];
+    total *= factor;
+    if (p.biases[number])
+      total += to_float(static_cast<const T*>(p.biases[number])[first + column]);
+    return round_to<T>(total);
+  };
+  float value = result(which, line);
+  if constexpr (kGated) value = activate(value, p.activation) * result(1, line + 8);
+  const i64 place = static_cast<i64>(row) * p.width + p.starts[which] + first + column;
+  if (p.residual) value = round_to<T>(value) + to_float(static_cast<const T*>(p.residual)[place]);
+  static_cast<T*>(p.out)[place] = from_float<T>(value);
+}
+
 template <class T, int kShape, bool kGated, Input kInput, bool kAligned>
 __global__ void __launch_bounds__(32 * kShapes[kShape].warps,
                                   kShapes[kShape].resident / kShapes[kShape].warps)
@@ -181,23 +236,7 @@ __global__ void __launch_bounds__(32 * kShapes[kShape].warps,
   // The rows, to shared memory.
   u16* const rows = reinterpret_cast<u16*>(staged);
   if constexpr (kInput == kStaged) {
-    for (int row = 0; row < p.rows; ++row) {
-      float total = 0;
-      for (int i = 8 * static_cast<int>(threadIdx.x); i < p.k; i += 8 * 32 * kWarps) {
-        uint4 v = load8<true, Cache::normal>(
-            static_cast<const u16*>(p.x) + static_cast<i64>(row) * p.k, i, p.k);
-        if (p.norm) {
-          const uint4 gain = load8<true, Cache::normal>(static_cast<const u16*>(p.norm), i, p.k);
-          v.x = weigh<T>(v.x, gain.x, p.offset, total),
-          v.y = weigh<T>(v.y, gain.y, p.offset, total);
-          v.z = weigh<T>(v.z, gain.z, p.offset, total),
-          v.w = weigh<T>(v.w, gain.w, p.offset, total);
-        }
-        *reinterpret_cast<uint4*>(rows + row * staged_stride(p.k) + i) = v;
-      }
-      total = warp_reduce(total, Sum());
-      if (lane == 0) squares[warp][row] = total;
-    }
+    stage_rows<T>(p, rows, squares);
     __syncthreads();
   }
 
@@ -275,28 +314,7 @@ __global__ void __launch_bounds__(32 * kShapes[kShape].warps,
   for (int i = static_cast<int>(threadIdx.x); i < kOut * p.rows; i += 32 * kWarps) {
     const int column = i % kOut, row = i / kOut;
     if (first + column >= columns) continue;
-    float factor = 1;
-    if (kInput != kDirect && p.norm) {
-      float total = 0;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) total += squares[w][row];
-      factor = rsqrtf(total / static_cast<float>(p.k) + p.eps);
-    }
-    const int line = column / kOfTile * kColumns + column % kOfTile;
-    const auto result = [&](int number, int at) {
-      float total = 0;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) total += sums[w][at][row];
-      total *= factor;
-      if (p.biases[number])
-        total += to_float(static_cast<const T*>(p.biases[number])[first + column]);
-      return round_to<T>(total);
-    };
-    float value = result(which, line);
-    if constexpr (kGated) value = activate(value, p.activation) * result(1, line + 8);
-    const i64 place = static_cast<i64>(row) * p.width + p.starts[which] + first + column;
-    if (p.residual) value = round_to<T>(value) + to_float(static_cast<const T*>(p.residual)[place]);
-    static_cast<T*>(p.out)[place] = from_float<T>(value);
+    write_one<T, kGated, kInput != kDirect>(p, which, first, column, row, sums, squares);
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include "common/launch.h"
 #include "few_rows/few_rows.cuh"
+#include "few_rows/few_rows_fma_hopper.cuh"
 
 namespace flexops {
 namespace {
@@ -13,24 +14,27 @@ using few_rows::Params;
 constexpr int64_t kLong = 4096;             // of k, for blocks of many warps
 constexpr int64_t kMostStaged = 100 << 10;  // bytes of rows in shared memory
 constexpr int kMostStagedRows = 2;          // more take longer to copy than to read as needed
+constexpr int kMostFmaRows = 2;
 
 /// Kernels by shape and gated.
 using Kernels = KernelOf<Params>[2];
-#define FLEXOPS_FEW_ROWS(which, shape, input, aligned)                  \
-  {which<few_rows::product<T, few_rows::shape, false, input, aligned>>, \
-   which<few_rows::product<T, few_rows::shape, true, input, aligned>>}
-#define FLEXOPS_FEW_ROWS_SHAPES(which, input, aligned)                                            \
-  FLEXOPS_FEW_ROWS(which, kMany, input, aligned), FLEXOPS_FEW_ROWS(which, kSome, input, aligned), \
-      FLEXOPS_FEW_ROWS(which, kFew, input, aligned),                                              \
-      FLEXOPS_FEW_ROWS(which, kTall, input, aligned),                                             \
-      FLEXOPS_FEW_ROWS(which, kTallFew, input, aligned)
+#define FLEXOPS_FEW_ROWS(which, name, shape, ...)                 \
+  {which<few_rows::name<T, few_rows::shape, false, __VA_ARGS__>>, \
+   which<few_rows::name<T, few_rows::shape, true, __VA_ARGS__>>}
+/// Of the shapes for at most 8 rows, and of all.
+#define FLEXOPS_FEW_ROWS_SHORT(which, name, ...)         \
+  FLEXOPS_FEW_ROWS(which, name, kMany, __VA_ARGS__),     \
+      FLEXOPS_FEW_ROWS(which, name, kSome, __VA_ARGS__), \
+      FLEXOPS_FEW_ROWS(which, name, kFew, __VA_ARGS__)
+#define FLEXOPS_FEW_ROWS_SHAPES(which, ...)                 \
+  FLEXOPS_FEW_ROWS_SHORT(which, product, __VA_ARGS__),      \
+      FLEXOPS_FEW_ROWS(which, product, kTall, __VA_ARGS__), \
+      FLEXOPS_FEW_ROWS(which, product, kTallFew, __VA_ARGS__)
 
 template <class T>
 KernelOf<Params> kernel_for(int shape, bool gated, bool norm, bool vectors, bool staged) {
   using few_rows::kDirect, few_rows::kDirectNorm, few_rows::kStaged;
-  static const Kernels kInShared[] = {FLEXOPS_FEW_ROWS(kernel, kMany, kStaged, true),
-                                      FLEXOPS_FEW_ROWS(kernel, kSome, kStaged, true),
-                                      FLEXOPS_FEW_ROWS(kernel, kFew, kStaged, true)};
+  static const Kernels kInShared[] = {FLEXOPS_FEW_ROWS_SHORT(kernel, product, kStaged, true)};
   static const Kernels kPlain[] = {FLEXOPS_FEW_ROWS_SHAPES(kernel, kDirect, true)};
   static const Kernels kNormed[] = {FLEXOPS_FEW_ROWS_SHAPES(kernel, kDirectNorm, true)};
   static const Kernels kRagged[] = {FLEXOPS_FEW_ROWS_SHAPES(rare_kernel, kDirect, false)};
@@ -39,7 +43,15 @@ KernelOf<Params> kernel_for(int shape, bool gated, bool norm, bool vectors, bool
   if (vectors) return (norm ? kNormed : kPlain)[shape][gated];
   return (norm ? kRaggedNormed : kRagged)[shape][gated];
 }
+
+template <class T, few_rows::Input kInput>
+KernelOf<Params> fma_kernel_for(int shape, bool gated, int rows) {
+  static const Kernels kOne[] = {FLEXOPS_FEW_ROWS_SHORT(kernel, product_by_fma_hopper, kInput, 1)};
+  static const Kernels kTwo[] = {FLEXOPS_FEW_ROWS_SHORT(kernel, product_by_fma_hopper, kInput, 2)};
+  return (rows == 1 ? kOne : kTwo)[shape][gated];
+}
 #undef FLEXOPS_FEW_ROWS_SHAPES
+#undef FLEXOPS_FEW_ROWS_SHORT
 #undef FLEXOPS_FEW_ROWS
 
 }  // namespace
@@ -79,9 +91,14 @@ const char* few_rows_cuda(const FewRows& o, void* stream) {
   }
   const int64_t bytes = 2 * p.rows * int64_t{few_rows::staged_stride(p.k)};
   const bool staged = vectors && p.norm && p.rows <= kMostStagedRows && bytes <= kMostStaged;
+  // Measured on an H200 only: other GPUs' clocks may not depend on tensor cores.
+  const bool by_fma = gpu_facts().capability == 90 && p.rows <= kMostFmaRows && vectors &&
+                      staged == (p.norm != nullptr);
   const auto start = [&](auto type) {
     using T = decltype(type);
-    const auto chosen = kernel_for<T>(shape, gated, p.norm != nullptr, vectors, staged);
+    const auto chosen = !by_fma  ? kernel_for<T>(shape, gated, p.norm != nullptr, vectors, staged)
+                        : staged ? fma_kernel_for<T, few_rows::kStaged>(shape, gated, p.rows)
+                                 : fma_kernel_for<T, few_rows::kDirect>(shape, gated, p.rows);
     const auto warps = static_cast<unsigned>(few_rows::kShapes[shape].warps);
     LaunchConfig config{blocks(count), {32 * warps}, stream, staged ? bytes : 0};
     config.early = p.early;

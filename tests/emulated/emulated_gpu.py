@@ -1,8 +1,10 @@
 """For pytest, ``-p emulated_gpu``: what tests call of flexops' operators on the CPU's tensors,
-CUDA's kernels compute, on the emulator; and what tests of GPUs call ``cuda`` is the CPU."""
+CUDA's kernels compute, on the emulator; and what tests of GPUs call ``cuda`` is the CPU. Launchers
+see a GPU of the capability in ``STAND_IN_GPUS``, 80 if it is not set."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -23,7 +25,8 @@ def _ensure(family: str, _: str) -> bool:
 
 loader.ensure = _ensure
 isa.levels, isa.isa_limit = (lambda: ["emulated"]), nullcontext
-torch.cuda.get_device_capability = lambda *_: (8, 0)
+families.CAPABILITY = int(os.environ.get("STAND_IN_GPUS", "80"))
+torch.cuda.get_device_capability = lambda *_: divmod(families.CAPABILITY, 10)
 
 
 class OnCpu(TorchFunctionMode):
@@ -60,4 +63,5 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pytest_sessionfinish() -> None:
-    print(f"\n{len(families.driver().kernels)} kernels ran")
+    symbols = [one.symbol for one in families.driver().kernels]
+    print(f"\n{len(symbols)} kernels ran: {' '.join(symbols)}")

@@ -2,12 +2,12 @@
 for compute_80, translated to C++ (flexops/testing/emulator), a thread of a block being a fiber.
 
 What is shown: that bindings, launchers and kernels together compute what reference and float64 do,
-on a GPU of capability 8.0; that no thread touches memory which is not the call's, at an address
-that is not aligned, or shared memory that was not written; that threads come to the same
-barriers. What is not: anything of timing, of the memory model's weakness, of ptxas, of instructions
-that only newer GPUs have (Hopper's kernels); and races only in so far as they show when threads run
-one after the other, in order or reversed. ``approx`` instructions are exact here, sums of ``mma``
-rounded once.
+on a GPU of capability 8.0, products of a few rows also on one of 9.0; that no thread touches memory
+which is not the call's, at an address that is not aligned, or shared memory that was not written;
+that threads come to the same barriers. What is not: anything of timing, of the memory model's
+weakness, of ptxas, of instructions that only newer GPUs have (most of Hopper's kernels); and races
+only in so far as they show when threads run one after the other, in order or reversed. ``approx``
+instructions are exact here, sums of ``mma`` rounded once.
 
 Some of them run always, the others with ``-m slow``: those of a family are an argument of pytest's
 ``-k``.
@@ -43,13 +43,19 @@ RESULTS = (
 
 @pytest.fixture(scope="module")
 def machine(host_compiler: HostCompiler) -> dict[str, str]:
-    """The environment of a process whose GPU, an A100, is emulated."""
+    """The environment of a process whose GPU is emulated."""
     return {"CXX": str(host_compiler.path)}
 
 
 def emulated(machine: dict[str, str], *selection: str, **variables: str) -> int:
-    """How many of these tests passed; all others of the selection are skipped ones. What a kernel
-    did wrong is in the output of the test that failed."""
+    """How many of these tests passed; all others of the selection are skipped ones."""
+    found = re.search(r"(\d+) passed", output_of(machine, *selection, **variables))
+    return int(found[1]) if found else 0
+
+
+def output_of(machine: dict[str, str], *selection: str, **variables: str) -> str:
+    """What pytest prints of these tests, at the end the kernels that ran. What a kernel did wrong
+    is in the output of the test that failed."""
     environment = child_environment(
         PYTHONPATH=os.pathsep.join([str(REPOSITORY), str(HERE)]),
         FLEXOPS_TEST_CACHE=str(settings.current().cache_dir),
@@ -59,8 +65,7 @@ def emulated(machine: dict[str, str], *selection: str, **variables: str) -> int:
     command = [sys.executable, "-m", "pytest", *plugins, "-q", *selection]
     done = completed(command, cwd=REPOSITORY, env=environment)
     assert re.search(r"[1-9]\d* kernels ran", done.stdout), "no kernel ran"
-    found = re.search(r"(\d+) passed", done.stdout)
-    return int(found[1]) if found else 0
+    return done.stdout
 
 
 # ---- a header of which other projects' kernels are made ----
@@ -178,6 +183,25 @@ LARGE_PARTS = {
 def test_a_part_of_other_tests(machine, part):
     file, selection, least = (PARTS | LARGE_PARTS)[part]
     assert emulated(machine, f"tests/{file}", "-k", selection) >= least
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param("bfloat16", marks=pytest.mark.extra),
+        pytest.param("float16", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(
+    ("gpu", "kernel", "count"), [("80", "7productI", 16), ("90", "product_by_fma_hopperI", 24)]
+)
+def test_products_of_one_and_two_rows(machine, gpu, kernel, count, dtype):
+    """Launchers choose other kernels on 9.0, without tensor cores."""
+    selection = f"small and torch.{dtype} and not 3-torch"
+    output = output_of(
+        machine, "tests/gpu/test_few_rows_gpu.py", "-k", selection, STAND_IN_GPUS=gpu
+    )
+    assert output.count(kernel) == count
 
 
 SELECTIONS = dict.fromkeys(STEPS, RESULTS) | dict.fromkeys(

@@ -149,19 +149,3 @@ def test_weights_of_4_bits_that_do_not_fit_each_other():
         torch.ops.flexops.int4_few_rows_linear(
             x.repeat(5, 1), *lists, [], None, 0.0, 0.0, None, 0, 32, 64, 0
         )
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 3, 9])
-@pytest.mark.parametrize("activation", [None, "silu"])
-def test_many_columns(rows, activation):
-    """Of several weights, whose last blocks are not whole."""
-    widths = (9003, 5000, 24) if activation is None else (9003, 9003)
-    x, norm = (torch.randn(n, device="cuda").bfloat16() for n in ((rows, 264), (264,)))
-    weights = [torch.randn(n, 264, device="cuda").bfloat16() / 16 for n in widths]
-    biases = [torch.randn(n, device="cuda").bfloat16() for n in widths]
-    options: dict[str, Any] = {"norm": norm, "activation": activation}
-    found = flexops.few_rows_linear(x, weights, biases, **options)
-    wide = [[one.float() for one in part] for part in (weights, biases)]
-    expected = few_rows.composed(x.float(), *wide, **{**options, "norm": norm.float()})
-    torch.testing.assert_close(found.float(), expected, rtol=3e-2, atol=3e-2)

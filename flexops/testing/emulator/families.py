@@ -23,9 +23,10 @@ from . import EmulationError, Loaded, extent, fault, run, translated
 
 _HEADER = Path(__file__).with_name("emulated.h")
 _FAILED = 719  # CUDA_ERROR_LAUNCH_FAILED
+CAPABILITY = 80
+"""What launchers see; kernels are compiled for compute_80."""
 _MULTIPROCESSORS = 108
-_ATTRIBUTES = {16: _MULTIPROCESSORS, 75: 8, 76: 0, 81: 166912, 97: 166912, 39: 2048}
-"""CUdevice_attribute of an A100: multiprocessors, capability, shared memory, threads."""
+_SHARED = {80: 166912, 86: 101376, 90: 232448}
 _BYTES = {0: 1, 1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 8, 11: 1, 15: 2, 23: 1, 24: 1}
 """Of an element of each dtype, by c10::ScalarType."""
 _PROVIDE = ctypes.CFUNCTYPE(
@@ -99,7 +100,11 @@ def _give_kernel(out: int, kernel: int) -> int:
 
 
 def _attribute(out: int, which: int, _: int) -> int:
-    return int(_give(_ATTRIBUTES.get(which, 0))(out))
+    """CUdevice_attribute: multiprocessors, capability, shared memory, threads."""
+    major, minor = divmod(CAPABILITY, 10)
+    shared = _SHARED[CAPABILITY]
+    known = {16: _MULTIPROCESSORS, 75: major, 76: minor, 81: shared, 97: shared, 39: 2048}
+    return int(_give(known.get(which, 0))(out))
 
 
 def _fill(begin: int, value: int, count: int, _: int) -> int:

@@ -185,23 +185,39 @@ def together(plans: list[kernel_plan.KernelPlan]) -> kernel_plan.KernelPlan:
     )
 
 
-LOAD, WAIT = 0x981, 0x82E
-"""LDG, and ACQBULK, which ``griddepcontrol.wait`` becomes: low bits of an sm_90 instruction."""
+LOAD, WAIT, TENSOR_CORE = 0x981, 0x82E, 0x23C
+"""LDG; ACQBULK, which ``griddepcontrol.wait`` becomes; HMMA: low bits of an sm_90 instruction."""
 
 
 @pytest.mark.parametrize("shape", ["0, true", "0, false", "1, false", "2, false"])
 @pytest.mark.parametrize("rows", ["kDirect", "kStaged"])
 def test_weights_are_asked_for_before_the_kernel_ahead_has_ended(shape, rows, compiler):
     name = f"flexops::few_rows::product<flexops::bf16, {shape}, flexops::few_rows::{rows}, true>"
+    kinds = instructions(name, compiler)
+    loads = kinds[: kinds.index(WAIT)].count(LOAD)
+    assert loads >= 8, f"{loads} of a lane's first loads"
+    assert TENSOR_CORE in kinds
+
+
+@pytest.mark.parametrize("shape", ["0, true", "0, false", "1, false", "2, false"])
+@pytest.mark.parametrize("rows", ["kDirect, 1", "kStaged, 2"])
+def test_products_by_fma_ask_for_weights_early_and_use_no_tensor_cores(shape, rows, compiler):
+    name = f"product_by_fma_hopper<flexops::bf16, {shape}, flexops::few_rows::{rows}>"
+    kinds = instructions(f"flexops::few_rows::{name}", compiler)
+    wanted = 8 if shape.startswith("0") else 16
+    assert kinds[: kinds.index(WAIT)].count(LOAD) == wanted
+    assert TENSOR_CORE not in kinds
+
+
+def instructions(kernel: str, compiler: DeviceCompiler) -> list[int]:
+    """What kind each instruction of a kernel is."""
     made = device_code.obtain(
-        [plan(name, compiler, "9.0", "few_rows")],
+        [plan(kernel, compiler, "9.0", "few_rows")],
         loader.open_cache(settings.current()), jobs=1, time_limit=600,
     )  # fmt: skip
     entry = next(iter(made)).require()
     code = cubin.sections(entry.library.read_bytes())[f".text.{entry.manifest.symbol}"]
-    kinds = [one & 0xFFF for (one, _) in struct.iter_unpack("<QQ", code)]
-    loads = kinds[: kinds.index(WAIT)].count(LOAD)
-    assert loads >= 8, f"{loads} of a lane's first loads"
+    return [one & 0xFFF for (one, _) in struct.iter_unpack("<QQ", code)]
 
 
 QUICK_FAMILY = "fp8"  # with fewest kernels of those that have all that older GPUs lack
