@@ -1,10 +1,11 @@
 // Products of one or two rows of x with 4-bit weights, one after another in one kernel, as a decode
-// step has them between two attentions. A block of each multiprocessor stays for all of them. Its
-// warps stream their chunks of all weights, product (phase) after phase, through rings as
-// int4_few_rows' do: weights depend on nothing, so they arrive while blocks wait for each other.
+// step has them between two attentions. A block of each multiprocessor stays for all of them. One
+// thread copies its share of all weights, product (phase) after phase, to a ring of stages: weights
+// depend on nothing, so they arrive while blocks wait for each other. Four warps share a stage.
 //
 // Between phases all blocks meet at a counter in device memory, which only grows: every launch adds
-// a multiple of its blocks. The launch is cooperative, so that all blocks are there.
+// a multiple of its blocks. The launch is cooperative, so that all blocks are there. What blocks
+// write and read meanwhile is behind all copies that are under way, so these are few then.
 //
 // Codes are multiplied as they are, by integer tensor cores, because widening them would take
 // longer than they take to arrive: x is taken apart into digits of 8 bits (write_digits).
@@ -15,10 +16,12 @@
 namespace flexops::chain {
 
 inline constexpr int kMostPhases = 6;
-inline constexpr int kChunk = 8, kStages = 2;  // tiles of a stage, and stages of a warp's ring
-/// Stages that the next phase's weights may take before this block's x is ready: all that is under
-/// way delays what blocks read from each other.
-inline constexpr int kEarly = 1;
+inline constexpr int kWarps = 16;  // that multiply
+/// Tiles of columns of a warp's chunk; chunks of a stage.
+inline constexpr int kChunk = 8, kSharing = 4;
+inline constexpr int kMostStages = 16;
+/// Stages whose copies are under way: for memory's full speed, and while blocks meet.
+inline constexpr int kUnderWay = 3, kUnderWayMeeting = 1;
 
 struct Phase {
   int4::FewParams::Weight weights[few_rows::kMaxWeights];
@@ -26,10 +29,10 @@ struct Phase {
   void* out;  // [m, width]
   int width, k, count;
   int tiles_k, groups;
-  int group_shift;   // log2 of the group size
-  int each, longer;  // units that a block has at least, and how many blocks have one more
-  int chunks;        // of a row tile
-  int pass_rows;     // row tiles whose sums have room
+  int group_shift;     // log2 of the group size
+  int each, longer;    // units that a block has at least, and how many blocks have one more
+  int chunks, stages;  // of a row tile
+  int pass_rows;       // row tiles whose sums have room
   int activation;
   bool half_scales, has_zeros;
 };
@@ -41,6 +44,7 @@ struct Params {
   float eps, offset;
   int x_stride, sums, squares, parts, ring,
       barriers;  // bytes: where shared memory's parts are
+  int stages;    // of the ring
 };
 
 /// Memory that other blocks of this kernel have written.
@@ -61,8 +65,8 @@ FLEXOPS_DEVICE u32 load_shared_by_all(const u16* at) {
 FLEXOPS_DEVICE void arrive(u64* counter) {
   FLEXOPS_SM90("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(counter) : "memory");
 }
-/// Relaxed: an acquire waits for the block's copies of numbers. What it is asked for is read from
-/// the second-level cache, behind a barrier of the block.
+/// Relaxed: what it is asked for is read from the second-level cache, behind a barrier of the
+/// block.
 FLEXOPS_DEVICE u64 arrived(const u64* counter) {
   u64 value = 0;
   FLEXOPS_SM90("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(counter) : "memory");
@@ -88,38 +92,58 @@ FLEXOPS_DEVICE int rows_of(const Phase& phase, int block) {
   return (phase.each + (block < phase.longer ? 1 : 0)) * (phase.activation ? 2 : 1);
 }
 
-/// A chunk of a block: number f of all phases'. Each lane plans one of its warp's next 32.
-struct Planned {
-  static constexpr u32 kNone = ~0u;
-  u32 where = kNone;  // phase, row tile, chunk: at most 6, 2^17 and 2^12
-  int tile = 0, which = 0;
-
-  FLEXOPS_DEVICE Planned(const Params& p, int number, int block, int blocks) {
+/// Copies the block's stages of all phases to the ring, by one thread. `full`, `empty`: barriers of
+/// the stages; `meeting`: whether blocks meet.
+template <bool kSmall>
+FLEXOPS_DEVICE void copy_stages(const Params& p, u32 ring, u32 full, u32 empty,
+                                const volatile bool* meeting, int block, int blocks) {
+  constexpr int kTiles = kChunk * kSharing, kStage = int4::kFewStage<kTiles, kSmall>,
+                kUnits = int4::kFewUnits<kTiles, kSmall>;
+  int stage = 0, oldest = 0, under_way = 0;
+  u32 round = 1, oldest_round = 0;
 #pragma unroll 1
-    for (int at = 0; at < p.count; ++at) {
-      const Phase& phase = p.phases[at];
-      const int count = rows_of(phase, block) * phase.chunks;
-      if (number < count) {
-        const int row = number / phase.chunks;
-        const Tile of_row(phase, row, block, blocks);
-        where = static_cast<u32>(at) << 29 | row << 12 | (number - row * phase.chunks);
-        tile = of_row.tile, which = of_row.which;
-        return;
+  for (int number = 0; number < p.count; ++number) {
+    const Phase& phase = p.phases[number];
+    const int rows = rows_of(phase, block);
+#pragma unroll 1
+    for (int row = 0; row < rows; ++row) {
+      const Tile tile(phase, row, block, blocks);
+      const int4::FewParams::Weight& weight = phase.weights[tile.which];
+      const u8* words = weight.packed + static_cast<i64>(tile.tile) * phase.tiles_k * 512;
+      int at = tile.tile * phase.groups * 16;  // of scales and zero points
+#pragma unroll 1
+      for (int left = phase.tiles_k; left > 0; left -= kTiles) {
+        const int tiles = min(kTiles, left),
+                  groups = kSmall ? 2 * tiles : tiles >> (phase.group_shift - 6);
+        hopper::wait(empty + 8 * stage, round);
+        for (const int most = *meeting ? kUnderWayMeeting : kUnderWay; under_way >= most;
+             --under_way) {
+          hopper::wait(full + 8 * oldest, oldest_round);
+          if (++oldest == p.stages) oldest = 0, oldest_round ^= 1;
+        }
+        ++under_way;
+        const u32 to = ring + stage * kStage, barrier = full + 8 * stage,
+                  scales = to + kTiles * 512;
+        hopper::expect(barrier, tiles * 512 + (weight.zeros ? 64 : 32) * groups);
+        hopper::load_bytes(to, words, tiles * 512, barrier);
+        hopper::load_bytes(scales, weight.scales + at, 32 * groups, barrier);
+        if (weight.zeros)
+          hopper::load_bytes(scales + 32 * kUnits, weight.zeros + at, 32 * groups, barrier);
+        words += tiles * 512, at += groups * 16;
+        if (++stage == p.stages) stage = 0, round ^= 1;
       }
-      number -= count;
     }
   }
-};
+}
 
-/// acc[16 x 8] += left[16 x 32] right[32 x 8]: codes times digits. Codes of the last 8 rows are 16
-/// times as large as they should be, as they lie in their bytes.
+/// acc[16 x 8] += left[16 x 32] right[32 x 8]: codes times digits. What the last 8 rows get is of
+/// whole bytes: their own codes 16 times, and those of the first 8 rows.
 FLEXOPS_DEVICE void mma_codes(int (&acc)[4], u32 low, u32 high, u32 right0, u32 right1) {
   constexpr u32 kMask = 0x0f0f0f0fu;
   asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
       "%9}, {%0, %1, %2, %3};"
       : "+r"(acc[0]), "+r"(acc[1]), "+r"(acc[2]), "+r"(acc[3])
-      : "r"(low & kMask), "r"(low & ~kMask), "r"(high & kMask), "r"(high & ~kMask), "r"(right0),
-        "r"(right1));
+      : "r"(low & kMask), "r"(low), "r"(high & kMask), "r"(high), "r"(right0), "r"(right1));
 }
 
 /// Of a unit of x, whose numbers are whole multiples of `step`: it, and it times the multiples'
@@ -146,47 +170,66 @@ FLEXOPS_DEVICE float most_of(float a, float b) {
   return out;
 }
 
-/// Writes the digits of a vector's 8 numbers, and the unit's step and sum. Vectors 2 i and 2 i + 1
-/// have columns 0 to 3 and 8 to 11, and the others, of 16. By whole warps, lane after lane along
-/// the columns.
-template <bool kSmall>
-FLEXOPS_DEVICE void write_digits(u8* row, Unit* unit, const float (&x)[8], int vector) {
+/// Writes the digits of a vector's 8 numbers of each row of x, and the units' steps and sums.
+/// Vectors 2 i and 2 i + 1 have columns 0 to 3 and 8 to 11, and the others, of 16. By whole warps,
+/// lane after lane along the columns; all rows at once, because lanes wait for each other.
+template <bool kSmall, int N>
+FLEXOPS_DEVICE void write_digits(u8* rows, int stride, Unit* units, const float (&x)[N][8],
+                                 int vector) {
   constexpr int kLanes = kSmall ? 4 : 8;
-  float most = 0.0f;
+  float most[N], step[N];
+  u32 digits[N][2][2];
+  int sum[N];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) most = most_of(most, x[i]);
+  for (int j = 0; j < N; ++j) {
+    most[j] = 0.0f;
 #pragma unroll
-  for (int other = 1; other < kLanes; other *= 2) most = most_of(most, shuffle_xor(most, other));
-  const bool some = most > 1e-30f;  // so that the factor is finite
-  const float step = some            ? most * (1 / kMostMultiple)
-                     : most < 1e-30f ? 0.0f
-                                     : most,
-              factor = some ? quick_reciprocal(step) : 0.0f;
-  u32 digits[2][2];
-  int of_first = 0, sum = 0;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    u32 bits[4];
-    // 1.5 * 2^23 plus a whole number ends with its bits: conversions are slow. With 128 more, the
-    // second byte is the first digit, and the lowest the other one, 128 too large.
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      bits[i] = bit_cast<u32>(fmaf(x[4 * half + i], factor, 12582912.0f + 128));
-    const u32 low = __byte_perm(bits[0], bits[1], 0x5410),
-              high = __byte_perm(bits[2], bits[3], 0x5410);
-    digits[0][half] = __byte_perm(low, high, 0x7531);
-    digits[1][half] = __byte_perm(low, high, 0x6420) ^ 0x80808080u;
-    add_bytes(of_first, digits[0][half]), add_bytes(sum, digits[1][half]);
+    for (int i = 0; i < 8; ++i) most[j] = most_of(most[j], x[j][i]);
   }
-  sum += 256 * of_first;
 #pragma unroll
-  for (int other = 1; other < kLanes; other *= 2) sum += shuffle_xor(sum, other);
-  if (vector % kLanes == 0) *unit = {step, step * static_cast<float>(sum)};
-  u8* const to = row + vector / 8 * 128 + vector % 2 * 32 + vector % 8 / 2 * 4;
+  for (int other = 1; other < kLanes; other *= 2) {
 #pragma unroll
-  for (int d = 0; d < 2; ++d) {
-    *reinterpret_cast<u32*>(to + 64 * d) = __byte_perm(digits[d][0], digits[d][1], 0x5140);
-    *reinterpret_cast<u32*>(to + 64 * d + 16) = __byte_perm(digits[d][0], digits[d][1], 0x7362);
+    for (int j = 0; j < N; ++j) most[j] = most_of(most[j], shuffle_xor(most[j], other));
+  }
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    const bool some = most[j] > 1e-30f;  // so that the factor is finite
+    step[j] = some ? most[j] * (1 / kMostMultiple) : most[j] < 1e-30f ? 0.0f : most[j];
+    const float factor = some ? quick_reciprocal(step[j]) : 0.0f;
+    int of_first = 0;
+    sum[j] = 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      u32 bits[4];
+      // 1.5 * 2^23 plus a whole number ends with its bits: conversions are slow. With 128 more, the
+      // second byte is the first digit, and the lowest the other one, 128 too large.
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        bits[i] = bit_cast<u32>(fmaf(x[j][4 * half + i], factor, 12582912.0f + 128));
+      const u32 low = __byte_perm(bits[0], bits[1], 0x5410),
+                high = __byte_perm(bits[2], bits[3], 0x5410);
+      digits[j][0][half] = __byte_perm(low, high, 0x7531);
+      digits[j][1][half] = __byte_perm(low, high, 0x6420) ^ 0x80808080u;
+      add_bytes(of_first, digits[j][0][half]), add_bytes(sum[j], digits[j][1][half]);
+    }
+    sum[j] += 256 * of_first;
+  }
+#pragma unroll
+  for (int other = 1; other < kLanes; other *= 2) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) sum[j] += shuffle_xor(sum[j], other);
+  }
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    if (vector % kLanes == 0)
+      units[vector / kLanes * N + j] = {step[j], step[j] * static_cast<float>(sum[j])};
+    u8* const to = rows + j * stride + vector / 8 * 128 + vector % 2 * 32 + vector % 8 / 2 * 4;
+#pragma unroll
+    for (int d = 0; d < 2; ++d) {
+      *reinterpret_cast<u32*>(to + 64 * d) = __byte_perm(digits[j][d][0], digits[j][d][1], 0x5140);
+      *reinterpret_cast<u32*>(to + 64 * d + 16) =
+          __byte_perm(digits[j][d][0], digits[j][d][1], 0x7362);
+    }
   }
 }
 
@@ -196,45 +239,61 @@ template <int kRows, bool kSmall>
 struct Lane {
   static constexpr int kSlots = 4 / kRows, kUnits = int4::kFewUnits<kChunk, kSmall>;
   int lane, g, t, slot, own_slot, token;
-  const u8 *x, *nothing;  // digits; zeros
+  const u8* x;  // digits
 
-  FLEXOPS_DEVICE Lane(const u8* rows_of_x, int x_stride, const u8* zeros) {
+  FLEXOPS_DEVICE Lane(const u8* rows_of_x, int x_stride) {
     lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
-    slot = g / (2 * kRows), own_slot = t / kRows, token = t % kRows, nothing = zeros + 16 * t;
+    slot = g / (2 * kRows), own_slot = t / kRows, token = t % kRows;
     x = rows_of_x + g / 2 % kRows * x_stride + g % 2 * 64 + 16 * t;
   }
 
   /// Adds a chunk's products of 4 bits. `left`: the weight's tiles from here on.
   FLEXOPS_DEVICE void multiply(float (&acc)[2], const u8* stage, const Unit* units,
                                const Phase& phase, int chunk, int left) const {
-    const uint4* const words = reinterpret_cast<const uint4*>(stage) + lane;
-    const u32* const scales = reinterpret_cast<const u32*>(stage + kChunk * 512) + g;
+    constexpr int kZeros = kUnits * kSharing * 8;  // from a scale to its zero point
+    const int of_stage = chunk % kSharing * kChunk;
+    const auto group_of = [&](int unit) { return kSmall ? unit : unit >> (phase.group_shift - 6); };
+    const uint4* const words = reinterpret_cast<const uint4*>(stage + of_stage * 512) + lane;
+    const u32* const scales = reinterpret_cast<const u32*>(stage + kSharing * kChunk * 512) +
+                              group_of(of_stage * (kSmall ? 2 : 1)) * 8 + g;
     const int there = kSmall ? 2 * left : left;
     units += chunk * kUnits * kRows + token;
-    int parts[kUnits / kSlots][4] = {};
+    // Of a product with all slots' units, each lane keeps the sums of the slot that it is for.
+    int parts[kUnits / kSlots][4];
 #pragma unroll
-    for (int j = 0; j < kSlots; ++j) {
-#pragma unroll
-      for (int first = 0; first < kUnits; first += kSlots) {
-        int (&part)[4] = parts[first / kSlots];
-        const int unit = first + j, tile = kSmall ? unit / 2 : unit;
-        const u8* const from = slot == j ? x + chunk * kChunk * 128 + tile * 128 : nothing;
-        if constexpr (kSmall) {
-          const uint2 all = reinterpret_cast<const uint2*>(words + tile * 32)[unit % 2],
-                      right = reinterpret_cast<const uint2*>(from)[unit % 2];
-          mma_codes(part, all.x, all.y, right.x, right.y);
-        } else {
-          const uint4 all = words[tile * 32], right = *reinterpret_cast<const uint4*>(from);
-          mma_codes(part, all.x, all.y, right.x, right.y);
-          mma_codes(part, all.z, all.w, right.z, right.w);
-        }
+    for (int first = 0; first < kUnits; first += kSlots) {
+      int (&part)[4] = parts[first / kSlots];
+      const int of_x = first + slot;
+      const u8* const from = x + chunk * kChunk * 128 + (kSmall ? of_x / 2 : of_x) * 128;
+      uint4 right;
+      if constexpr (kSmall) {
+        const uint2 read = reinterpret_cast<const uint2*>(from)[of_x % 2];
+        right = {read.x, read.y, 0, 0};
+      } else {
+        right = *reinterpret_cast<const uint4*>(from);
       }
+#pragma unroll
+      for (int j = 0; j < kSlots; ++j) {
+        const int unit = first + j, tile = kSmall ? unit / 2 : unit;
+        int sum[4] = {};
+        if constexpr (kSmall) {
+          const uint2 all = reinterpret_cast<const uint2*>(words + tile * 32)[unit % 2];
+          mma_codes(sum, all.x, all.y, right.x, right.y);
+        } else {
+          const uint4 all = words[tile * 32];
+          mma_codes(sum, all.x, all.y, right.x, right.y);
+          mma_codes(sum, all.z, all.w, right.z, right.w);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) part[i] = j == 0 || own_slot == j ? sum[i] : part[i];
+      }
+      part[2] -= part[0], part[3] -= part[1];  // of the last 8 rows' codes alone
     }
 #pragma unroll
     for (int first = 0; first < kUnits; first += kSlots) {
       const int (&part)[4] = parts[first / kSlots];
-      const int unit = first + own_slot, group = kSmall ? unit : unit >> (phase.group_shift - 6);
-      const u32 read = scales[group * 8], read_zero = scales[kUnits * 8 + group * 8];
+      const int unit = first + own_slot, group = group_of(unit);
+      const u32 read = scales[group * 8], read_zero = scales[kZeros + group * 8];
       const u32 scale = unit < there ? read : 0, zero = unit < there ? read_zero : 0;
       const Unit of_x = units[unit * kRows];
 #pragma unroll
@@ -258,75 +317,47 @@ struct Lane {
   }
 };
 
-template <class T, int kRows, int kWarps, bool kSmall>
-__global__ void __launch_bounds__(32 * (kWarps + 1), 1)
+template <class T, int kRows, bool kSmall>
+__global__ void __launch_bounds__(32 * (kWarps + 2), 1)
     products(const FLEXOPS_GRID_CONSTANT Params p) {
-  constexpr int kThreads = 32 * (kWarps + 1), kStage = int4::kFewStage<kChunk, kSmall>;
-  constexpr int kUnits = int4::kFewUnits<kChunk, kSmall>, kPart = 16 * kRows;
+  constexpr int kThreads = 32 * (kWarps + 1), kPart = 16 * kRows, kGroups = kWarps / kSharing,
+                kStage = int4::kFewStage<kChunk * kSharing, kSmall>;
   extern __shared__ uint4 storage[];
   u8* const shared = reinterpret_cast<u8*>(storage);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
 
-  // The ring, as int4_few_rows' one.
-  u8* const ring = shared + p.ring + warp * kStages * kStage;
-  const u32 barriers = hopper::shared_address(shared + p.barriers + warp * kStages * 8);
-  // The last warp copies nothing: it meets the other blocks. A release waits for the copies of
-  // numbers that its own warp has started.
-  const bool streams = warp < kWarps, meets = thread == 32 * kWarps;
-  if (streams && lane < kStages) hopper::init(barriers + 8 * lane, 1), hopper::fence_init();
-  __syncwarp();
-  Planned plan(p, warp + lane * kWarps, block, blocks);
-  int copied = 0;                 // chunks; lane copied % 32 has the next one's plan
-  u32 slots = Planned::kNone;     // of lane i: what is in stage i
-  int stage = 0, free = kStages;  // the next one to read; so many before it are free
-  const auto fetch = [&](int stage, u32 where) {
-    const Phase& phase = p.phases[where >> 29];
-    const int row = shuffle(plan.tile, copied);
-    const int4::FewParams::Weight& weight = phase.weights[shuffle(plan.which, copied)];
-    u8* const to = ring + stage * kStage;
-    const int tile = static_cast<int>(where & 0xfff) * kChunk,
-              tiles = min(kChunk, phase.tiles_k - tile);
-    const auto groups_of = [&](int count) {
-      return kSmall ? 2 * count : count >> (phase.group_shift - 6);
-    };
-    if (lane == 0) {
-      hopper::expect(barriers + 8 * stage, tiles * 512);
-      hopper::load_bytes(hopper::shared_address(to),
-                         weight.packed + static_cast<i64>(row * phase.tiles_k + tile) * 512,
-                         tiles * 512, barriers + 8 * stage);
-    }
-    if (lane < 2 * groups_of(tiles)) {
-      const int number = (row * phase.groups + groups_of(tile)) * 16 + lane * 8;
-      u8* const own = to + kChunk * 512 + lane * 16;
-      async_copy16(own, weight.scales + number, true);
-      if (weight.zeros) async_copy16(own + kUnits * 32, weight.zeros + number, true);
-    }
-    if (++copied % 32 == 0) plan = {p, warp + (copied + lane) * kWarps, block, blocks};
-  };
-  // Fills free stages up to phase `own`'s end; with what follows, until `early` are under way. All
-  // stages are full when a phase's first one is read: async_wait counts those behind it.
-  const auto fill = [&](int own, int early) {
-    while (free > 0) {
-      const u32 where = shuffle(plan.where, copied);
-      if (free <= kStages - early && where >> 29 != own) break;
-      const int to = stage < free ? stage + kStages - free : stage - free;
-      if (where != Planned::kNone) fetch(to, where);
-      async_commit();
-      if (lane == to) slots = where;
-      --free;
-    }
-  };
-  if (streams) fill(0, kEarly);
+  // One more warp meets the other blocks, and one more copies: a release waits for what its own
+  // warp has started.
+  const bool multiplies = warp < kWarps, meets = thread == 32 * kWarps;
+  // Of rows; the last one of 8 is the flag `meeting`; of warps.
+  float* const squares = reinterpret_cast<float*>(shared + p.squares);
+  volatile bool* const meeting = reinterpret_cast<volatile bool*>(squares + 7);
+  const u32 full = hopper::shared_address(shared + p.barriers), empty = full + 8 * p.stages;
+  if (warp == kWarps) {
+    if (lane == 0) *meeting = true;
+    if (lane < p.stages) hopper::init(full + 8 * lane, 1), hopper::init(empty + 8 * lane, kSharing);
+    hopper::fence_init();
+  }
+  __syncthreads();
+  u8* const ring = shared + p.ring;
+  if (warp > kWarps) {
+    let_next_start();
+    if (lane == 0)
+      copy_stages<kSmall>(p, hopper::shared_address(ring), full, empty, meeting, block, blocks);
+    return;
+  }
 
-  u8* const rows_of_x = shared + int4::kZeroBytes;
+  u8* const rows_of_x = shared;
   Unit* const units = reinterpret_cast<Unit*>(shared + p.sums);
-  float* const squares = reinterpret_cast<float*>(shared + p.squares);  // of rows; of warps
   float* const parts = reinterpret_cast<float*>(shared + p.parts);
-  if (thread < int4::kZeroBytes / 16) storage[thread] = uint4{0, 0, 0, 0};
-  const Lane<kRows, kSmall> own(rows_of_x, p.x_stride, shared);
+  const Lane<kRows, kSmall> own(rows_of_x, p.x_stride);
   float acc[2] = {};
-  u32 full = 0;
+  // Of the next stage of this warp's group: where it is, and its number within the phase.
+  int stage = warp / kSharing, next = stage;
+  const int own_chunk = warp % kSharing;
+  u32 round = 0;
+  const auto together = [] { barrier(1, kThreads); };
 
   wait_for_previous();
   let_next_start();
@@ -383,85 +414,88 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
         target += blocks;
         while (arrived(p.counter) < target) {}
       }
-      __syncthreads();
+      together();
     }
     u32 first_added = added(first);
     // Rows of x, multiplied by the norm's weights; the sums of their units, and of their squares.
+    constexpr int kAtOnce = 4 / kRows;
+    float square[kRows] = {};
 #pragma unroll 1
-    for (int row = 0; row < kRows; ++row) {
-      const T* const from = static_cast<const T*>(phase.x) + static_cast<i64>(row) * phase.k;
-      float square = 0.0f;
-      constexpr int kAtOnce = 4;
-#pragma unroll 1
-      for (int first = thread; first < per_row; first += kAtOnce * kThreads) {
-        uint4 vectors[kAtOnce];
+    for (int first = thread; first < per_row; first += kAtOnce * kThreads) {
+      uint4 vectors[kAtOnce][kRows];
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          const int column = column_of(first + j * kThreads);
-          vectors[j] = {};
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int column = column_of(first + j * kThreads);
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) {
+          vectors[j][row] = {};
           if (column >= phase.k) continue;
-          const uint2 low = load_shared_by_all(reinterpret_cast<const uint2*>(from + column)),
-                      high = load_shared_by_all(reinterpret_cast<const uint2*>(from + column) + 2);
-          vectors[j] = {low.x, low.y, high.x, high.y};
+          const auto* const from = reinterpret_cast<const uint2*>(
+              static_cast<const T*>(phase.x) + static_cast<i64>(row) * phase.k + column);
+          const uint2 low = load_shared_by_all(from), high = load_shared_by_all(from + 2);
+          vectors[j][row] = {low.x, low.y, high.x, high.y};
         }
+      }
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          const int i = first + j * kThreads;
-          if (i >= per_row) break;  // the whole warp
-          uint4 gain = first_gain;
-          if (phase.norm && i >= kThreads) gain = gain_of(i);
-          u32 words[4] = {vectors[j].x, vectors[j].y, vectors[j].z, vectors[j].w};
-          const u32 gains[4] = {gain.x, gain.y, gain.z, gain.w};
-          u8* const to = rows_of_x + row * p.x_stride;
-          float numbers[8];
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int i = first + j * kThreads;
+        if (i >= per_row) break;  // the whole warp
+        uint4 gain = first_gain;
+        if (phase.norm && i >= kThreads) gain = gain_of(i);
+        const u32 gains[4] = {gain.x, gain.y, gain.z, gain.w};
+        float numbers[kRows][8];
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) {
+          const uint4& vector = vectors[j][row];
+          const u32 words[4] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
           for (int n = 0; n < 8; ++n) {
-            numbers[n] = half_of<T>(words[n / 2], n % 2);
+            float& number = numbers[row][n];
+            number = half_of<T>(words[n / 2], n % 2);
             if (phase.norm) {
-              square += numbers[n] * numbers[n];
-              numbers[n] *= half_of<T>(gains[n / 2], n % 2) + p.offset;
+              square[row] += number * number;
+              number *= half_of<T>(gains[n / 2], n % 2) + p.offset;
             }
           }
-          write_digits<kSmall>(to, units + i / (kSmall ? 4 : 8) * kRows + row, numbers, i);
         }
-      }
-      if (phase.norm) {
-        square = warp_reduce(square, Sum());
-        if (lane == 0) squares[8 + row * (kWarps + 1) + warp] = square;
+        write_digits<kSmall>(rows_of_x, p.x_stride, units, numbers, i);
+        if (thread == 0) *meeting = false;
       }
     }
-    if (streams) fill(number, kStages);
-    __syncthreads();
-    if (phase.norm && !streams) {  // read behind a further barrier
+    if (phase.norm) {
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) {
+        const float total = warp_reduce(square[row], Sum());
+        if (lane == 0) squares[8 + row * (kWarps + 1) + warp] = total;
+      }
+    }
+    together();
+    if (phase.norm && !multiplies) {  // read behind a further barrier
 #pragma unroll
       for (int row = 0; row < kRows; ++row) {
         const float of_warp = lane <= kWarps ? squares[8 + row * (kWarps + 1) + lane] : 0.0f;
         squares[row] = warp_reduce(of_warp, Sum());
       }
     }
+    int row = next / phase.stages, of_row = next - row * phase.stages;
     for (int first_row = 0; first_row < rows; first_row += phase.pass_rows) {
       const int end_row = min(first_row + phase.pass_rows, rows), results = results_of(first_row);
       if (first_row > 0) first = result_of(first_row, thread), first_added = added(first);
 #pragma unroll 1
-      while (streams) {
-        const u32 now = shuffle(slots, stage);
-        if (now >> 12 >= (static_cast<u32>(number) << 17 | end_row)) break;
-        const int row = static_cast<int>(now >> 12 & 0x1ffff),
-                  chunk = static_cast<int>(now & 0xfff);
-        hopper::wait(barriers + 8 * stage, full);
-        async_wait<kStages - 1>();
+      while (multiplies && row < end_row) {
+        hopper::wait(full + 8 * stage, round);
+        const int chunk = of_row * kSharing + own_chunk, left = phase.tiles_k - chunk * kChunk;
+        if (left > 0) own.multiply(acc, ring + stage * kStage, units, phase, chunk, left);
+        hopper::fence_async();
         __syncwarp();
-        const u8* const filled = ring + stage * kStage;
-        own.multiply(acc, filled, units, phase, chunk, phase.tiles_k - chunk * kChunk);
-        __syncwarp();  // as in int4_few_rows
-        if (++stage == kStages) stage = 0, full ^= 1;
-        const int before = free++;
-        fill(number, kEarly);
-        if (free > before) async_commit();  // a group for each stage that is read
-        if (chunk + kWarps < phase.chunks) continue;
-        own.store(parts + ((row - first_row) * sharing + chunk % kWarps) * kPart, acc);
+        if (lane == 0) hopper::arrive(empty + 8 * stage);
+        if ((stage += kGroups) >= p.stages) stage -= p.stages, round ^= 1;
+        if (left > 0 && chunk + kWarps >= phase.chunks)  // the row's last one of this warp
+          own.store(parts + ((row - first_row) * sharing + chunk % kWarps) * kPart, acc);
+        for (of_row += kGroups; of_row >= phase.stages; ++row) of_row -= phase.stages;
       }
-      __syncthreads();
+      if (thread == 0 && end_row == rows) *meeting = true;
+      together();
 #pragma unroll 1
       for (int i = thread; i < results; i += kThreads) {
         const Result r = i < kThreads ? first : result_of(first_row, i);
@@ -487,8 +521,9 @@ __global__ void __launch_bounds__(32 * (kWarps + 1), 1)
               few_rows::round_to<T>(value) + half_of<T>(i < kThreads ? first_added : added(r), 0);
         static_cast<T*>(phase.out)[r.place] = from_float<T>(value);
       }
-      __syncthreads();
+      together();
     }
+    next = (row - rows) * phase.stages + of_row;
     if (meets && number + 1 < p.count) arrive(p.counter);
   }
 }

@@ -15,7 +15,7 @@ struct FewRowsChain {
   TensorViews outs;
   TensorView workspace;
   float eps, offset;
-  int64_t kinds, plan;
+  int64_t kinds;
 };
 
 /// What a phase has: its ten bits of `kinds`.
@@ -29,7 +29,7 @@ struct PhaseKind {
   }
 };
 
-/// Queued on `stream`. Returns nullptr, or CUDA's error text. `plan`: 0, or so many warps.
+/// Queued on `stream`. Returns nullptr, or CUDA's error text.
 const char* few_rows_chain_cuda(const FewRowsChain& call, void* stream);
 
 }  // namespace flexops

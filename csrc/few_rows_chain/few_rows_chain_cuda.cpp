@@ -12,47 +12,45 @@ using chain::Params;
 using chain::Phase;
 static_assert(chain::kMostPhases == kMostPhases, "one limit");
 
-/// That copy and multiply; the smaller number where rows of x take the memory. Tuned on one H200.
-constexpr int kMostWarps = 16, kLeastWarps = 12;
-
 int64_t rounded_up(int64_t bytes) { return ceil_div(bytes, int64_t{128}) * 128; }
 
-/// Where shared memory's parts are; returns its bytes.
-int64_t lay_out(Params& p, int64_t m, int warps, bool small) {
+/// Where shared memory's parts are, with as many stages as have room; returns its bytes.
+int64_t lay_out(Params& p, int64_t m, bool small, int64_t most) {
   int64_t tiles = 0, parts = 0;
   for (int i = 0; i < p.count; ++i) {
     const Phase& phase = p.phases[i];
     const int64_t of_k = phase.chunks * chain::kChunk,
-                  of_rows = phase.pass_rows * least(phase.chunks, warps) * 64 * m;
+                  of_rows = phase.pass_rows * least(phase.chunks, chain::kWarps) * 64 * m;
     tiles = tiles < of_k ? of_k : tiles, parts = parts < of_rows ? of_rows : parts;
   }
   const int64_t units = small ? 2 : 1;
-  const int64_t stride = tiles * 128, sums = rounded_up(int4::kZeroBytes + m * stride),
+  const int64_t stride = tiles * 128, sums = rounded_up(m * stride),
                 squares = sums + tiles * units * m * 8,
-                at = rounded_up(squares + 4 * (8 + m * (warps + 1))), ring = rounded_up(at + parts),
-                barriers =
-                    ring + int64_t{chain::kStages} * warps * chain::kChunk * (512 + 64 * units);
+                at = rounded_up(squares + 4 * (8 + m * (chain::kWarps + 1))),
+                ring = rounded_up(at + parts),
+                stage = chain::kSharing * chain::kChunk * (512 + 64 * units),
+                room = least((most - ring) / (stage + 16), int64_t{chain::kMostStages});
+  // A stage's barrier distinguishes a copy only from the one before. Copies end in any order, so
+  // the one before must have ended when a group of warps waits for the next: it was the group's
+  // own, or it had ended when the copy that the group has just multiplied began.
+  constexpr int64_t groups = chain::kWarps / chain::kSharing;
+  const int64_t stages = room < groups + chain::kUnderWay ? room / groups * groups : room,
+                barriers = ring + stages * stage;
   p.x_stride = static_cast<int>(stride), p.sums = static_cast<int>(sums);
   p.squares = static_cast<int>(squares), p.parts = static_cast<int>(at);
   p.ring = static_cast<int>(ring), p.barriers = static_cast<int>(barriers);
-  return barriers + 8 * chain::kStages * warps;
+  p.stages = static_cast<int>(stages);
+  return barriers + 16 * stages;
 }
 
-template <class T, int kRows, int kWarps>
-void launch_chain(const Params& p, bool small, const LaunchConfig& config) {
-  if (small) return launch(rare_kernel<chain::products<T, kRows, kWarps, true>>, config, p);
-  launch(kernel<chain::products<T, kRows, kWarps, false>>, config, p);
-}
 template <class T, int kRows>
-void launch_chain(const Params& p, int warps, bool small, const LaunchConfig& config) {
-  warps == kMostWarps ? launch_chain<T, kRows, kMostWarps>(p, small, config)
-                      : launch_chain<T, kRows, kLeastWarps>(p, small, config);
+void launch_chain(const Params& p, bool small, const LaunchConfig& config) {
+  if (small) return launch(rare_kernel<chain::products<T, kRows, true>>, config, p);
+  launch(kernel<chain::products<T, kRows, false>>, config, p);
 }
 template <class T>
-void launch_chain(const Params& p, int64_t rows, int warps, bool small,
-                  const LaunchConfig& config) {
-  rows == 1 ? launch_chain<T, 1>(p, warps, small, config)
-            : launch_chain<T, 2>(p, warps, small, config);
+void launch_chain(const Params& p, int64_t rows, bool small, const LaunchConfig& config) {
+  rows == 1 ? launch_chain<T, 1>(p, small, config) : launch_chain<T, 2>(p, small, config);
 }
 
 }  // namespace
@@ -95,19 +93,17 @@ const char* few_rows_chain_cuda(const FewRowsChain& call, void* stream) {
     }
     phase.each = units / gpu.processors, phase.longer = units % gpu.processors;
     phase.chunks = static_cast<int>(ceil_div(phase.tiles_k, chain::kChunk));
+    phase.stages = static_cast<int>(ceil_div(phase.chunks, chain::kSharing));
     const int64_t rows = ceil_div(units, gpu.processors) * (kind.activation ? 2 : 1);
     phase.pass_rows = static_cast<int>(least(rows, 16));
   }
   const int64_t rows = call.x.rows();
-  int warps = call.plan == kLeastWarps ? kLeastWarps : kMostWarps;
-  int64_t bytes = lay_out(p, rows, warps, small);
-  if (bytes > gpu.shared_of_block) bytes = lay_out(p, rows, warps = kLeastWarps, small);
-  if (bytes > gpu.shared_of_block) return "these rows do not fit into shared memory";
-  LaunchConfig config = {
-      blocks(gpu.processors), {32u * static_cast<unsigned>(warps + 1)}, stream, bytes};
+  const int64_t bytes = lay_out(p, rows, small, gpu.shared_of_block);
+  if (p.stages < chain::kWarps / chain::kSharing) return "these rows do not fit into shared memory";
+  LaunchConfig config = {blocks(gpu.processors), {32 * (chain::kWarps + 2)}, stream, bytes};
   config.early = config.together = true;
-  call.x.dtype == Dtype::bf16 ? launch_chain<bf16>(p, rows, warps, small, config)
-                              : launch_chain<f16>(p, rows, warps, small, config);
+  call.x.dtype == Dtype::bf16 ? launch_chain<bf16>(p, rows, small, config)
+                              : launch_chain<f16>(p, rows, small, config);
   return last_error();
 }
 

@@ -13,7 +13,7 @@ inline void few_rows_chain__host(Host& host, const TensorView& x, const TensorVi
                                  const TensorViews& zeros, const TensorViews& biases,
                                  const TensorViews& norms, const TensorViews& residuals,
                                  const TensorViews& outs, const TensorView& workspace, double eps,
-                                 double offset, int64_t kinds, int64_t plan) {
+                                 double offset, int64_t kinds) {
   FLEXOPS_CHECK(outs.count >= 1 && outs.count <= kMostPhases, host.op, ": outs must be 1 to ",
                 kMostPhases, " tensors, got ", outs.count);
   FLEXOPS_CHECK(xs.count == outs.count - 1, host.op, ": xs must be ", outs.count - 1,
@@ -83,7 +83,7 @@ inline void few_rows_chain__host(Host& host, const TensorView& x, const TensorVi
   }
   host.check(
       few_rows_chain_cuda({x, xs, weights, scales, zeros, biases, norms, residuals, outs, workspace,
-                           static_cast<float>(eps), static_cast<float>(offset), kinds, plan},
+                           static_cast<float>(eps), static_cast<float>(offset), kinds},
                           host.stream()));
 }
 

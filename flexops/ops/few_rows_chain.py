@@ -98,7 +98,7 @@ def _arguments(
         kind |= sum(flag << 4 + i for i, flag in enumerate(there))
         kinds |= kind << _BITS * at
     xs, outs = [phase.x for phase in phases], [phase.out for phase in phases]
-    return xs[0], xs[1:], *lists, outs, workspace, eps, offset, kinds, 0
+    return xs[0], xs[1:], *lists, outs, workspace, eps, offset, kinds
 
 
 _BITS = 10
@@ -178,9 +178,8 @@ def _alone(one: _Given, eps: float, offset: float) -> tuple[Any, ...]:
 def _check(
     x: Tensor, xs: list[Tensor], weights: list[Tensor], scales: list[Tensor], zeros: list[Tensor],
     biases: list[Tensor], norms: list[Tensor], residuals: list[Tensor], outs: list[Tensor],
-    workspace: Tensor, eps: float, offset: float, kinds: int, plan: int,
+    workspace: Tensor, eps: float, offset: float, kinds: int,
 ) -> None:  # fmt: skip
-    del plan
     lists = _Lists(weights, scales, zeros, biases, norms, residuals)
     for one in _given(x, xs, lists, outs, kinds):
         int4_few_rows.check(*_alone(one, eps, offset))
@@ -199,9 +198,9 @@ def _check(
 def _reference(
     x: Tensor, xs: list[Tensor], weights: list[Tensor], scales: list[Tensor], zeros: list[Tensor],
     biases: list[Tensor], norms: list[Tensor], residuals: list[Tensor], outs: list[Tensor],
-    workspace: Tensor, eps: float, offset: float, kinds: int, plan: int,
+    workspace: Tensor, eps: float, offset: float, kinds: int,
 ) -> None:  # fmt: skip
-    del workspace, plan
+    del workspace
     lists = _Lists(weights, scales, zeros, biases, norms, residuals)
     for one in _given(x, xs, lists, outs, kinds):
         one.out.copy_(int4_few_rows.reference(*_alone(one, eps, offset)))

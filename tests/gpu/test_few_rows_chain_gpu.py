@@ -103,6 +103,7 @@ CASES = [
     ((192, 133 * 64, (16, 48, 32)), 64, False, False, 1),
     ((512, 1280, (512,)), 64, True, False, 0),
     ((256, 16384, (256,)), 64, False, False, 1),
+    ((384, 16384, (64,)), 32, False, False, 1),  # the fewest stages
     ((8192, 16384, (8192, 8192)), 64, False, False, 1),  # more than 32 chunks of a warp
 ]
 

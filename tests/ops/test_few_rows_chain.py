@@ -73,7 +73,6 @@ def given(**changes: Any) -> list[Any]:
         "eps": 1e-6,
         "offset": 0.0,
         "kinds": (2 | 1 << 2 | 0b01011 << 4) | (1 | 0b10001 << 4) << 10,
-        "plan": 0,
     }
     return list((arguments | changes).values())
 

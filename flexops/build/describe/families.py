@@ -645,7 +645,7 @@ CATALOG: tuple[OpSpec, ...] = (
         _op(
             "few_rows_chain_(Tensor x, Tensor[] xs, Tensor[] weights, Tensor[] scales, Tensor[]"
             " zeros, Tensor[] biases, Tensor[] norms, Tensor[] residuals, Tensor(a!)[] outs,"
-            " Tensor(b!) workspace, float eps, float offset, int kinds, int plan) -> ()",
+            " Tensor(b!) workspace, float eps, float offset, int kinds) -> ()",
             dtypes={
                 "x": ("float16", "bfloat16"),
                 "weights": ("uint8",),
