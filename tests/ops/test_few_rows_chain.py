@@ -42,6 +42,7 @@ def layer(rows: int = 2, symmetric: bool = False) -> list[Phase]:
 
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_each_product_reads_what_the_ones_before_it_wrote(symmetric):
+    torch.manual_seed(0)
     phases = layer(symmetric=symmetric)
     few_rows_chain_(phases, workspace(), eps=1e-5, offset=1.0)
     found = [phase.out.clone() for phase in phases]
@@ -52,7 +53,8 @@ def test_each_product_reads_what_the_ones_before_it_wrote(symmetric):
                 activation="silu" if phase.activation else None, residual=phase.residual,
             )
         )  # fmt: skip
-        assert torch.equal(made, phase.out)
+        # sums in another order may round to the next number
+        torch.testing.assert_close(made, phase.out, rtol=2**-7, atol=2**-5)
 
 
 def given(**changes: Any) -> list[Any]:
