@@ -18,7 +18,7 @@ CONFIG = "3I3II4xQQI4x"
 _CONFIG_SIZE = struct.calcsize("=" + CONFIG)
 # CUlaunchAttribute: behind the kind are 64 bytes, of which a cluster takes 12
 ATTRIBUTE = struct.Struct("=I4x3I52x")
-_COOPERATIVE, CLUSTER = 2, 4  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, ..._CLUSTER_DIMENSION
+COOPERATIVE, CLUSTER = 2, 4  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, ..._CLUSTER_DIMENSION
 _LEAST_ALIGNMENT = 16  # of a kernel's parameters
 _BUFFER_POINTER, _BUFFER_SIZE, _END = 1, 2, 0  # CU_LAUNCH_PARAM_...
 NO_CONTEXT = (3, 201)  # not initialized, invalid context
@@ -65,7 +65,7 @@ class Buffers(threading.local):
     ) -> None:
         self._memory = ctypes.create_string_buffer(struct.calcsize(layout(letters)))
         config = ctypes.addressof(self._memory)
-        attributes = [ATTRIBUTE.pack(_COOPERATIVE, 1, 0, 0)] if cooperative else []
+        attributes = [ATTRIBUTE.pack(COOPERATIVE, 1, 0, 0)] if cooperative else []
         attributes.append(ATTRIBUTE.pack(CLUSTER, *cluster))
         self._attribute = ctypes.create_string_buffer(
             b"".join(attributes), ATTRIBUTE.size * len(attributes)

@@ -1,6 +1,7 @@
 """For pytest, ``-p emulated_gpu``: what tests call of flexops' operators on the CPU's tensors,
 CUDA's kernels compute, on the emulator; and what tests of GPUs call ``cuda`` is the CPU. Launchers
-see a GPU of the capability in ``STAND_IN_GPUS``, 80 if it is not set."""
+see a GPU of the capability in ``STAND_IN_GPUS`` with ``STAND_IN_SMS`` multiprocessors, by default
+80 and 108."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ def _ensure(family: str, _: str) -> bool:
 loader.ensure = _ensure
 isa.levels, isa.isa_limit = (lambda: ["emulated"]), nullcontext
 families.CAPABILITY = int(os.environ.get("STAND_IN_GPUS", "80"))
+families.MULTIPROCESSORS = int(os.environ.get("STAND_IN_SMS", "108"))
 torch.cuda.get_device_capability = lambda *_: divmod(families.CAPABILITY, 10)
 
 
@@ -34,7 +36,8 @@ class OnCpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def place(value: Any) -> Any:
-            return "cpu" if isinstance(value, str) and value.startswith("cuda") else value
+            names_it = isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
+            return "cpu" if names_it else value
 
         return (
             args[0]

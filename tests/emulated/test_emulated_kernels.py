@@ -2,11 +2,12 @@
 for compute_80, translated to C++ (flexops/testing/emulator), a thread of a block being a fiber.
 
 What is shown: that bindings, launchers and kernels together compute what reference and float64 do,
-on a GPU of capability 8.0, products of a few rows also on one of 9.0; that no thread touches memory
-which is not the call's, at an address that is not aligned, or shared memory that was not written;
-that threads come to the same barriers. What is not: anything of timing, of the memory model's
-weakness, of ptxas, of instructions that only newer GPUs have (most of Hopper's kernels); and races
-only in so far as they show when threads run one after the other, in order or reversed. ``approx``
+on a GPU of capability 8.0, products of a few rows and chains of them also on one of 9.0; that no
+thread touches memory which is not the call's, at an address that is not aligned, or shared memory
+that was not written; that threads come to the same barriers, and wait for bulk copies. What is not:
+anything of timing, of the memory model's weakness, of ptxas, of tensor maps, wgmma and clusters
+(most of Hopper's kernels); and races only in so far as they show when threads run one after the
+other, in order or reversed. ``approx``
 instructions are exact here, sums of ``mma`` rounded once.
 
 Some of them run always, the others with ``-m slow``: those of a family are an argument of pytest's
@@ -202,6 +203,29 @@ def test_products_of_one_and_two_rows(machine, gpu, kernel, count, dtype):
         machine, "tests/gpu/test_few_rows_gpu.py", "-k", selection, STAND_IN_GPUS=gpu
     )
     assert output.count(kernel) == count
+
+
+CHAINS = "tests/gpu/test_few_rows_chain_gpu.py"
+A_CHAIN = (
+    f"{CHAINS}::test_each_phase_is_float64s"
+    "[((512, 1280, (512, 128, 112)), 64, 0, False, 1)-torch.bfloat16-1]"
+)
+
+
+@pytest.mark.parametrize(
+    ("selection", "order", "count"),
+    [
+        ([A_CHAIN], "forward", 1),
+        pytest.param([A_CHAIN], "reversed", 1, marks=pytest.mark.extra),
+        pytest.param([CHAINS, "-k", "112 or 4480 or 8512"], "forward", 32, marks=pytest.mark.slow),
+        pytest.param([CHAINS, "-k", "112 and bfloat16"], "reversed", 12, marks=pytest.mark.slow),
+    ],
+)
+def test_chains_of_products(machine, selection, order, count):
+    """Blocks that wait for each other, and bulk copies to a ring of stages, of which partial ones
+    are read whole. In the reversed order the newest copy arrives first."""
+    gpu = {"STAND_IN_GPUS": "90", "STAND_IN_SMS": "3", "STAND_IN_UNWRITTEN": "nan"}
+    assert emulated(machine, *selection, STAND_IN_ORDER=order, **gpu) == count
 
 
 SELECTIONS = dict.fromkeys(STEPS, RESULTS) | dict.fromkeys(

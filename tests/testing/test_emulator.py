@@ -11,6 +11,7 @@ import torch
 import flexops
 from flexops import settings
 from flexops.build.load import loader
+from flexops.errors import ArchitectureError
 from flexops.testing import EmulationError, emulate
 from flexops.testing.emulator import ptx
 
@@ -286,6 +287,132 @@ def test_a_loop_lets_other_threads_run_and_can_be_interrupted():
     with pytest.raises(KeyboardInterrupt):
         emulate(kernel, x, out.zero_(), 1)
     assert not out.any()
+
+
+COPIED = r"""
+#include "common/hopper.cuh"
+namespace hopper = flexops::hopper;
+__global__ void copied(const float* x, float* out, int which) {
+  __shared__ alignas(16) float row[64];
+  __shared__ unsigned long long barrier;
+  const int i = threadIdx.x;
+  const unsigned full = hopper::shared_address(&barrier), to = hopper::shared_address(row);
+  if (i == 0 && which != 1) hopper::init(full, 1), hopper::fence_init();
+  __syncthreads();
+  for (int round = 0; round < 3; ++round) {
+    if (i == 0) {
+      hopper::load_bytes(to, x + 64 * round, 256, full);
+      if (which == 2) hopper::arrive(full);
+      if (which != 2) hopper::expect(full, which == 3 ? 128 : which == 4 ? 512 : 256);
+      if (which == 5) hopper::arrive(full);
+      if (which == 6) hopper::load_bytes(to + 128, x, 128, full);
+    }
+    if (which == 7) return;
+    if (which == 8) __syncthreads();
+    if (which != 8) hopper::wait(full, round % 2);
+    out[64 * round + i] = row[i];
+    __syncthreads();
+  }
+}
+"""
+
+
+@pytest.mark.usefixtures("host_compiler")
+def test_a_copy_arrives_when_a_thread_waits_for_its_mbarrier():
+    """Each number of ``which`` but the first does one thing wrong."""
+    kernel = flexops.kernel(
+        COPIED, "emulated::copied(Tensor x, Tensor(a!) out, int which) -> ()", grid=2, block=64
+    )
+    x = torch.randn(192)
+    for reverse in (False, True):
+        out = torch.zeros(192)
+        emulate(kernel, x, out, 0, arch="9.0a", reverse=reverse)
+        assert torch.equal(out, x)
+    for which, words in enumerate(
+        (
+            "no mbarrier is at 0x[0-9a-f]+, in block",
+            "no thread expects 256 bytes that are copied for it",
+            "no thread expects 128 bytes that are copied for it",
+            "waits for an mbarrier, and so does every other thread that has not ended .64 of 64.",
+            "an arrival too many: the mbarrier's phase waits for 0 of 1, and for 256 bytes",
+            "a copy to where another is under way, byte 128 of shared memory",
+            "its block ends while this copy is under way",
+            r"a copy to byte \d+ of shared memory is under way(.|\n)*copied.cu, line 22: ",
+        ),
+        1,
+    ):
+        with pytest.raises(EmulationError, match=words):
+            emulate(kernel, x, out, which, arch="9.0a")
+    with pytest.raises(ArchitectureError):
+        emulate(kernel, x, out, 0, arch="9.0z")
+
+
+ARRIVALS = r"""
+#include "common/hopper.cuh"
+namespace hopper = flexops::hopper;
+__global__ void arrivals(const float* x, int* out) {
+  __shared__ alignas(16) float rows[2][4];
+  __shared__ unsigned long long barriers[2];
+  __shared__ int count;
+  const int i = threadIdx.x;
+  const unsigned full = hopper::shared_address(&barriers[i]);
+  hopper::init(full, 1);
+  count = 0;
+  __syncthreads();
+  if (i == 0) {
+    for (int j = 0; j < 2; ++j) {
+      hopper::expect(full + 8 * j, 16);
+      hopper::load_bytes(hopper::shared_address(rows[j]), x, 16, full + 8 * j);
+    }
+  }
+  __syncthreads();
+  hopper::wait(full, 0);
+  out[i] = atomicAdd(&count, 1);
+}
+"""
+
+
+@pytest.mark.usefixtures("host_compiler")
+def test_copies_arrive_in_another_order_in_the_reversed_one():
+    kernel = flexops.kernel(
+        ARRIVALS, "emulated::arrivals(Tensor x, Tensor(a!) out) -> ()", grid=1, block=2
+    )
+    out = torch.zeros(2, dtype=torch.int32)
+    for reverse in (False, True):
+        emulate(kernel, torch.zeros(4), out, arch="9.0a", reverse=reverse)
+        assert out.tolist() == [reverse, not reverse]
+
+
+MEETING = r"""
+__global__ void meeting(int* count, int* out) {
+  __shared__ int own;
+  __shared__ int before[64];
+  before[threadIdx.x] = out[blockIdx.x];
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    own = blockIdx.x + 1;
+    out[blockIdx.x] = own;
+    __threadfence();
+    atomicAdd(count, 1);
+    while (*static_cast<volatile int*>(count) < gridDim.x) {}
+  }
+  __syncthreads();
+  int sum = own + before[63 - threadIdx.x];
+  for (int block = 0; block < gridDim.x; ++block) sum += out[block];
+  out[gridDim.x + blockIdx.x * blockDim.x + threadIdx.x] = sum;
+}
+"""
+
+
+@pytest.mark.usefixtures("host_compiler")
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_blocks_of_a_cooperative_launch_run_at_once(reverse):
+    schema = "emulated::meeting(Tensor(a!) count, Tensor(b!) out) -> ()"
+    kernel = flexops.kernel(MEETING, schema, grid=5, block=64, cooperative=True)
+    count, out = torch.zeros(1, dtype=torch.int32), torch.zeros(5 + 5 * 64, dtype=torch.int32)
+    emulate(kernel, count, out, reverse=reverse)
+    assert out[:5].tolist() == [1, 2, 3, 4, 5]
+    assert (out[5:].view(5, 64) == 15 + torch.arange(1, 6)[:, None]).all()
 
 
 def test_what_cannot_be_emulated_is_named():

@@ -1,9 +1,9 @@
 """CUDA kernels on the CPU: ``emulate`` runs a kernel of ``flexops.kernel`` without a GPU.
 
-NVRTC compiles the kernel to PTX for compute_80, ``ptx.py`` translates that to C++, whose functions
-are in ``device.h``, g++ compiles it, and a block's threads run as fibers of one thread. Slow and
-exact: every access is verified against the memory of the call, its alignment, and what was written
-to shared memory.
+NVRTC compiles the kernel to PTX (for 8.0, or another architecture), ``ptx.py`` translates that to
+C++, whose functions are in ``device.h``, g++ compiles it, and a block's threads run as fibers of
+one thread. Slow and exact: every access is verified against the memory of the call, its alignment,
+and what was written to shared memory.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from flexops.build.compile.diagnose import diagnose
 from flexops.build.store.entry import Entry
 from flexops.build.store.manifest import Manifest, file_crc32
 from flexops.build.store.opening import open_cache
+from flexops.compute_capability import parse_arch_list
 from flexops.errors import FlexopsError
 from flexops.kernels import launch, limits
 from flexops.kernels.code import KernelCode
@@ -32,7 +33,6 @@ from flexops.kernels.definition import Kernel
 
 from . import ptx
 
-ARCHITECTURE = "compute_80"
 _NAME = "emulated"
 """Of entries of the build cache."""
 _WORDS = struct.Struct("=" + launch.CONFIG)
@@ -43,8 +43,10 @@ class EmulationError(FlexopsError, RuntimeError):
     """A kernel did what is an error on a GPU, or is undefined there."""
 
 
-def emulate(kernel: Kernel, *args: Any, reverse: bool = False, **kwargs: Any) -> Any:
-    """Run a kernel on the CPU as a GPU of capability 8.0 would run it.
+def emulate(
+    kernel: Kernel, *args: Any, reverse: bool = False, arch: str = "8.0", **kwargs: Any
+) -> Any:
+    """Run a kernel on the CPU as a GPU would run it.
 
     Each combination of dtypes is compiled once, in some seconds. Threads run on one core: use small
     tensors.
@@ -53,6 +55,8 @@ def emulate(kernel: Kernel, *args: Any, reverse: bool = False, **kwargs: Any) ->
         kernel: what ``flexops.kernel`` returned.
         args, kwargs: its arguments; tensors are on the CPU. What the schema writes is written.
         reverse: threads of a block run in the opposite order. A result that differs shows a race.
+        arch: what it is compiled for; of a list, the newest. ``9.0a`` adds mbarriers and bulk
+            copies to shared memory.
 
     Returns:
         What the kernel returns. Sums of ``mma`` are rounded once, and ``approx`` instructions are
@@ -62,6 +66,7 @@ def emulate(kernel: Kernel, *args: Any, reverse: bool = False, **kwargs: Any) ->
         EmulationError: a thread accessed memory that is not the call's or is misaligned, read
             shared memory that was not written, or waits at a barrier that others do not reach. The
             error names the block, the thread and the line of the source.
+        ArchitectureError: ``arch`` is not understood.
         CompileError: the source does not compile.
         ToolchainError: there is no NVRTC, or no g++.
     """
@@ -74,7 +79,7 @@ def emulate(kernel: Kernel, *args: Any, reverse: bool = False, **kwargs: Any) ->
         raise ValueError(f"emulate: tensors must be on the CPU, got one on {elsewhere[0]}")
     kernel._code.check_tensors(kernel._code.names["complete"](*args, **kwargs))
     with torch.no_grad(), order_of_threads(reverse=reverse), _memory_without_old_results():
-        return _Emulated.of(kernel._code.candidates[0]).run(*args, **kwargs)
+        return _Emulated.of(kernel._code.candidates[0], arch).run(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -120,9 +125,10 @@ class Loaded(NamedTuple):
 class _Emulated(KernelCode):
     """A kernel whose launches run here."""
 
-    def __init__(self, *parts: Any) -> None:
-        own: Any = (*parts[:-1], tuple(map(self.of, parts[-1])))
+    def __init__(self, arch: str, *parts: Any) -> None:
+        own: Any = (*parts[:-1], tuple(self.of(one, arch) for one in parts[-1]))
         super().__init__(*own)
+        self.ptx = parse_arch_list(arch)[-1].capability.compute
         self.flags = (*self.flags, "-lineinfo")  # for the line of an error
         self._here: list[Loaded] = []
         self.names |= {
@@ -135,15 +141,14 @@ class _Emulated(KernelCode):
         }
 
     @classmethod
-    def of(cls, code: KernelCode) -> _Emulated:
-        known = code.__dict__.get("emulated")
-        if known is None:
-            known = code.__dict__["emulated"] = cls(*code.parts)
-        emulated: _Emulated = known
-        return emulated
+    def of(cls, code: KernelCode, arch: str) -> _Emulated:
+        known: dict[str, _Emulated] = code.__dict__.setdefault("emulated", {})
+        if arch not in known:
+            known[arch] = cls(arch, *code.parts)
+        return known[arch]
 
     def load(self, expression: str, _: int) -> int:
-        (entry,) = self.compiled(expression, ARCHITECTURE)
+        (entry,) = self.compiled(expression, self.ptx)
         self._here.append(translated(entry.library, entry.manifest.symbol))
         return len(self._here)
 
@@ -180,7 +185,7 @@ def translated(code: Path, symbol: str) -> Loaded:
         raise EmulationError(
             f"{symbol} cannot be emulated",
             found=str(error),
-            required="instructions of compute_80 that flexops.testing.emulator translates",
+            required="instructions that flexops.testing.emulator translates",
             fix=next((fix for call, fix in _CALLS.items() if call in str(error)), _ON_A_GPU),
         ) from None
     except ptx.CompilerError as error:
@@ -240,8 +245,9 @@ def run(
     words = _WORDS.unpack(ctypes.string_at(config, _WORDS.size))
     grid, block, shared = words[:3], words[3:6], words[6]
     found, required = limits.launch_error(grid, block, bounds)
-    if _cluster(words[8], words[9]) > 1:
-        found, required = "a launch with a cluster", "one that a GPU of capability 8.0 runs"
+    attributes = _attributes(words[8], words[9])
+    if attributes.get(launch.CLUSTER, (1, 1, 1)) != (1, 1, 1):
+        found, required = "a launch with a cluster", "a launch without, as GPUs before 9.0 run it"
     if found:
         what = f"{name or loaded.symbol} cannot be launched"
         raise EmulationError(what, found=found, required=required)
@@ -253,6 +259,7 @@ def run(
         (ctypes.c_uint32 * 3)(*grid),
         (ctypes.c_uint32 * 3)(*block),
         ctypes.c_uint64(shared),
+        ctypes.c_int(launch.COOPERATIVE in attributes),
         ctypes.c_void_p(arguments),
         ctypes.c_void_p(packed),
         ranges,
@@ -263,14 +270,10 @@ def run(
     return error.value.decode(errors="replace") if failed else ""
 
 
-def _cluster(attributes: int, count: int) -> int:
-    """The blocks of a cluster, of the attributes of a launch."""
-    size = launch.ATTRIBUTE.size
-    found = [
-        launch.ATTRIBUTE.unpack(ctypes.string_at(attributes + number * size, size))
-        for number in range(count)
-    ]
-    return max((x * y * z for kind, x, y, z in found if kind == launch.CLUSTER), default=1)
+def _attributes(address: int, count: int) -> dict[int, tuple[int, ...]]:
+    """Of a launch, by kind."""
+    packed = ctypes.string_at(address, count * launch.ATTRIBUTE.size)
+    return {kind: tuple(value) for kind, *value in launch.ATTRIBUTE.iter_unpack(packed)}
 
 
 def fault(name: str, said: str, loaded: Loaded) -> EmulationError:

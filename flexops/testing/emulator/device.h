@@ -1,12 +1,15 @@
 // What a translated kernel (ptx.py) runs on: PTX's types and arithmetic, the memory of a launch, and its threads.
 //
 // A block's threads are fibers of one thread of the host. Each runs until it has to wait: at a barrier, or where a warp does something together (a
-// shuffle, a vote, an mma), until the others have come. Blocks run one after the other. So a result is the same in every run, and what depends on
-// timing, on the memory model's weakness or on a race shows only in so far as it depends on this order, which STAND_IN_ORDER=reversed turns around.
+// shuffle, a vote, an mma), until the others have come. Blocks run one after the other; those of a cooperative launch all at once. So a result is the
+// same in every run, and what depends on timing, on the memory model's weakness or on a race shows only in so far as it depends on this order, which
+// STAND_IN_ORDER=reversed turns around.
 //
 // Every address is the host's. Shared memory lies below 4 GiB, where its 32-bit addresses are pointers, too. Each access is held against what the
 // launch may touch: the tensors' memory, the kernel's parameters and variables, its shared and local memory; and against its alignment. A byte of
-// shared memory that nobody has written is not read, and what cp.async copies is there once its thread has waited for it, not before.
+// shared memory that nobody has written is not read, and what cp.async copies is there once its thread has waited for it, not before; what
+// cp.async.bulk copies, once a thread waits for its mbarrier and the others have had their turn. With STAND_IN_UNWRITTEN=nan all shared memory is written
+// at first, with NaN: for kernels that read more of a stage than was copied there, and use none of it.
 #pragma once
 
 #include <setjmp.h>
@@ -23,6 +26,7 @@
 #include <cfenv>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <type_traits>
 #include <vector>
 
@@ -421,20 +425,38 @@ struct Warp {
 struct Barrier {
   u32 arrived = 0, wanted = 0, round = 0, line = 0;
 };
+struct Mbarrier {
+  u32 count, pending, phase;
+  s64 bytes;  // expected, less those that have arrived
+};
+struct BulkCopy {
+  Thread* by;
+  u64 to, from;
+  u32 bytes;
+  u64 barrier;
+  u32 line;
+  bool awaited;  // by a thread that waits for its mbarrier
+};
+enum Written : u8 { NEVER, WRITTEN, COPIED };  // COPIED: by a bulk copy that is under way
 struct Block {
   Dim at;
+  u8* shared = nullptr;
+  std::vector<u8> written;  // bytes of shared memory: see Written
   u32 alive = 0;
   std::vector<Warp> warps;
   Barrier barriers[16];
+  std::map<u64, Mbarrier> mbarriers;  // by address
+  std::vector<BulkCopy> copies;       // under way
+  bool stuck = false;                 // nothing came about in the last turn of all threads
 };
 struct Launch {
   const char *symbol, *source;
   Body body;
   Dim grid, block;
   std::vector<void*> parameters;
-  u8* shared;
   u64 shared_bytes;
-  std::vector<u8> written;    // bytes of shared memory
+  u32 alive;                  // threads
+  bool reversed;              // their order
   std::vector<Range> ranges;  // other memory that may be touched, in order
   Range last = {1, 1};        // touched
   jmp_buf scheduler, end;
@@ -463,6 +485,7 @@ struct Thread {
   std::vector<Copy> copies;
   int group;
   u32 turns;
+  bool polls;  // has read what other threads may change, in this turn of a loop
 };
 constexpr size_t kStack = 1 << 20;  // code that is not optimized has large frames
 
@@ -511,13 +534,16 @@ struct Interruptible {
   }
 };
 
-/// The end of a loop's turn. One that waits for what another thread of the block writes has to let it run.
+/// The end of a loop's turn. One that waits for what another thread writes has to let it run.
 inline void turn(Thread& t, u32 line) {
-  if (++t.turns % (1 << 16)) return;
+  if (++t.turns % (1 << 16) && !t.polls) return;
+  t.polls = false;
   if (interrupted) fault(t, line, "interrupted");
   ++t.launch->waits;
   yield(t, line, "the end of a loop");
 }
+
+inline Thread& poll(Thread& t) { return t.polls = true, t; }
 
 /// Of the 16 bytes that hold a tensor's last, all may be read: allocations of a GPU are of more.
 [[gnu::noinline]] inline void check_range(Thread& t, u64 address, u32 bytes, Access access, u32 line) {
@@ -539,14 +565,16 @@ inline void turn(Thread& t, u32 line) {
 inline u8* touch(Thread& t, u64 address, u32 bytes, Space space, Access access, u32 line) {
   Launch& l = *t.launch;
   if (address % bytes) fault(t, line, "%u bytes at %#llx are misaligned", bytes, (unsigned long long)address);
-  const u64 offset = address - (u64)l.shared;
+  const u64 offset = address - (u64)t.block->shared;
   if (offset < l.shared_bytes && space != GLOBAL) {
     if (offset + bytes > l.shared_bytes) fault(t, line, "past the end of shared memory");
+    u8* const written = &t.block->written[offset];
+    if (!t.block->copies.empty() && memchr(written, COPIED, bytes)) fault(t, line, "a copy to byte %llu of shared memory is under way", (unsigned long long)offset);
     if (access == READ) {
       for (u32 i = 0; i < bytes; ++i)
-        if (!l.written[offset + i]) fault(t, line, "byte %llu of shared memory was never written", (unsigned long long)(offset + i));
+        if (!written[i]) fault(t, line, "byte %llu of shared memory was never written", (unsigned long long)(offset + i));
     } else {
-      memset(&l.written[offset], 1, bytes);
+      memset(written, WRITTEN, bytes);
     }
   } else if (space == SHARED) {
     fault(t, line, "%#llx, %lld bytes from the start of shared memory, is outside of its %llu", (unsigned long long)address, (long long)offset,
@@ -695,20 +723,20 @@ double element(const u32* registers, int n) {  // the n-th of packed ones
 }
 /// D[16 x 8] = A[16 x K] B[K x 8] + C. An element of A, B is in the register and lane that PTX's figures for m16n8kK show: a lane holds pieces of
 /// 32 bits, along K, of rows lane / 4 and eight further, in the columns lane % 4 of a half of K.
-template <class T, class Sum, int K, int kA, int kB>
+template <class A, class B, class Sum, int K, int kA, int kB>
 void mma(Thread& t, Sum (&d)[4], const u32 (&a)[kA], const u32 (&b)[kB], const Sum (&c)[4], u32 line) {
   struct Operands {
     u32 a[kA], b[kB];
   } mine;
   memcpy(mine.a, a, sizeof a), memcpy(mine.b, b, sizeof b);
   const Operands* all = meet(t, ~0u, mine, line);
-  constexpr int kPiece = 4 / sizeof(T), kStripe = 4 * kPiece;  // elements of K in a register, in a group of four lanes
+  constexpr int kPiece = 4 / sizeof(A), kStripe = 4 * kPiece;  // elements of K in a register, in a group of four lanes
   for (int i = 0; i < 4; ++i) {
     const int row = i / 2, column = int(t.lane % 4) * 2 + i % 2;
     double sum = c[i];
     for (int k = 0; k < K; ++k) {
       const int stripe = k / kStripe, lane = k % kStripe / kPiece, within = k % kPiece;
-      sum += element<T>(all[t.lane / 4 * 4 + lane].a, (2 * stripe + row) * kPiece + within) * element<T>(all[column * 4 + lane].b, stripe * kPiece + within);
+      sum += element<A>(all[t.lane / 4 * 4 + lane].a, (2 * stripe + row) * kPiece + within) * element<B>(all[column * 4 + lane].b, stripe * kPiece + within);
     }
     d[i] = static_cast<Sum>(sum);
   }
@@ -719,7 +747,7 @@ void mma(Thread& t, Sum (&d)[4], const u32 (&a)[kA], const u32 (&b)[kB], const S
 inline void cp_async(Thread& t, u64 to, u64 from, u32 bytes, u32 of, u32 line) {
   if (of > bytes || (bytes != 4 && bytes != 8 && bytes != 16)) fault(t, line, "%u of %u bytes", of, bytes);
   if (to % bytes || from % bytes) fault(t, line, "%u bytes from %#llx to %#llx are misaligned", bytes, (unsigned long long)from, (unsigned long long)to);
-  if (to - (u64)t.launch->shared >= t.launch->shared_bytes) fault(t, line, "cp.async to what is not shared memory");
+  if (to - (u64)t.block->shared >= t.launch->shared_bytes) fault(t, line, "cp.async to what is not shared memory");
   if (of) check_range(t, from, of, READ, line);
   t.copies.push_back({to, from, bytes, of, t.group});
 }
@@ -735,6 +763,72 @@ inline void cp_async_wait(Thread& t, int pending, u32 line) {
   t.copies.erase(std::remove_if(t.copies.begin(), t.copies.end(), done), t.copies.end());
 }
 
+// ---- mbarriers, and the bulk copies that they wait for ----------------------------------------------------------------------------------------
+
+inline Mbarrier& mbarrier_at(Thread& t, u64 address, u32 line) {
+  const auto found = t.block->mbarriers.find(address);
+  if (found == t.block->mbarriers.end()) fault(t, line, "no mbarrier is at %#llx", (unsigned long long)address);
+  return found->second;
+}
+inline void mbarrier_init(Thread& t, u64 address, u32 count, u32 line) {
+  touch(t, address, 8, SHARED, WRITE, line);
+  t.block->mbarriers[address] = {count, count, 0, 0};
+}
+/// Ends the phase if nothing is missing.
+inline void settle(Thread& t, u64 address, u32 line) {
+  Mbarrier& b = mbarrier_at(t, address, line);
+  if (b.pending || b.bytes > 0) return;
+  s64 more = -b.bytes;
+  for (const BulkCopy& copy : t.block->copies) more += copy.barrier == address ? copy.bytes : 0;
+  if (more) fault(t, line, "an mbarrier's phase ends, and no thread expects %lld bytes that are copied for it", (long long)more);
+  b.pending = b.count, b.phase ^= 1, ++t.launch->progress;
+}
+inline void mbarrier_arrive(Thread& t, u64 address, u32 count, u32 bytes, u32 line) {
+  Mbarrier& b = mbarrier_at(t, address, line);
+  if (count > b.pending) fault(t, line, "an arrival too many: the mbarrier's phase waits for %u of %u, and for %lld bytes", b.pending, b.count, (long long)b.bytes);
+  b.pending -= count, b.bytes += bytes;
+  settle(t, address, line);
+}
+inline void cp_async_bulk(Thread& t, u64 to, u64 from, u32 bytes, u64 barrier, u32 line) {
+  const u64 offset = to - (u64)t.block->shared, size = t.launch->shared_bytes;
+  if (to % 16 || from % 16 || bytes % 16) fault(t, line, "%u bytes from %#llx to %#llx are misaligned", bytes, (unsigned long long)from, (unsigned long long)to);
+  if (offset >= size || bytes > size - offset) fault(t, line, "cp.async.bulk to what is not the block's shared memory");
+  check_range(t, from, bytes, READ, line);
+  mbarrier_at(t, barrier, line);
+  u8* const written = &t.block->written[offset];
+  if (memchr(written, COPIED, bytes)) fault(t, line, "a copy to where another is under way, byte %llu of shared memory", (unsigned long long)offset);
+  memset(written, COPIED, bytes);
+  t.block->copies.push_back({&t, to, from, bytes, barrier, line, false});
+}
+/// Copies that a thread waits for arrive: those of the oldest one's mbarrier; in the reversed order of the newest one's.
+inline void receive(Launch& l, std::vector<BulkCopy>& copies) {
+  const auto is_awaited = [](const BulkCopy& copy) { return copy.awaited; };
+  const auto oldest = std::find_if(copies.begin(), copies.end(), is_awaited);
+  if (oldest == copies.end()) return;
+  const BulkCopy chosen = l.reversed ? *std::find_if(copies.rbegin(), copies.rend(), is_awaited) : *oldest;
+  Mbarrier& b = mbarrier_at(*chosen.by, chosen.barrier, chosen.line);
+  const auto arrives = [&](const BulkCopy& copy) {
+    if (copy.barrier != chosen.barrier) return false;
+    memcpy((void*)copy.to, (const void*)copy.from, copy.bytes);
+    memset(&copy.by->block->written[copy.to - (u64)copy.by->block->shared], WRITTEN, copy.bytes);
+    b.bytes -= copy.bytes;
+    return true;
+  };
+  copies.erase(std::remove_if(copies.begin(), copies.end(), arrives), copies.end());
+  ++l.progress;
+  settle(*chosen.by, chosen.barrier, chosen.line);
+}
+/// Whether the phase has ended. Copies arrive when the other threads have had their turn; in the reversed order, when all can go no further without.
+inline bool mbarrier_try_wait(Thread& t, u64 address, u32 parity, u32 line) {
+  const auto ended = [&] { return mbarrier_at(t, address, line).phase != (parity & 1); };
+  if (ended()) return true;
+  for (BulkCopy& copy : t.block->copies)
+    if (copy.barrier == address) copy.awaited = true, ++t.launch->waits;
+  yield(t, line, "an mbarrier");
+  if (!t.launch->reversed || t.block->stuck) t.block->stuck = false, receive(*t.launch, t.block->copies);
+  return ended();
+}
+
 // ---- running -------------------------------------------------------------------------------------------------------------------------------
 
 static thread_local Thread* starting;
@@ -742,33 +836,41 @@ inline void enter() {
   Thread& t = *starting;
   t.launch->body(t);
   t.ended = true;
-  ++t.launch->progress, --t.block->alive;
+  ++t.launch->progress, --t.block->alive, --t.launch->alive;
+  if (const auto& copies = t.block->copies; !t.block->alive && !copies.empty()) fault(*copies[0].by, copies[0].line, "its block ends while this copy is under way");
   for (Barrier& b : t.block->barriers)
     if (b.arrived && !b.wanted && b.arrived == t.block->alive) b.arrived = 0, ++b.round;
   _longjmp(t.launch->scheduler, 1);
 }
 
-inline void run_block(Launch& l, Block& block, std::vector<Thread>& threads) {
-  const u32 count = static_cast<u32>(threads.size());
-  block.alive = count;
-  block.warps.resize((count + 31) / 32);
-  for (u32 i = 0; i < count; ++i) {
-    Thread& t = threads[i];
-    t.launch = &l, t.block = &block, t.number = i, t.lane = i % 32, t.started = t.ended = false, t.group = 0, t.turns = 0;
+/// Blocks that run at once.
+inline void run_blocks(Launch& l, std::vector<Block>& blocks, std::vector<Thread>& threads) {
+  const u32 all = l.alive = static_cast<u32>(threads.size()), count = all / static_cast<u32>(blocks.size());
+  const bool filled = getenv("STAND_IN_UNWRITTEN") && !strcmp(getenv("STAND_IN_UNWRITTEN"), "nan");
+  for (Block& block : blocks) {
+    block.alive = count;
+    block.warps.resize((count + 31) / 32);
+    block.written.assign(l.shared_bytes, filled ? WRITTEN : NEVER);
+    if (filled) memset(block.shared, 0xff, l.shared_bytes);
+  }
+  for (u32 n = 0; n < all; ++n) {
+    Thread& t = threads[n];
+    const u32 i = n % count;
+    t.launch = &l, t.block = &blocks[n / count], t.number = i, t.lane = i % 32, t.started = t.ended = t.polls = false, t.group = 0, t.turns = 0;
     t.at = {i % l.block.x, i / l.block.x % l.block.y, i / (l.block.x * l.block.y)};
     t.copies.clear();
-    block.warps[i / 32].lanes |= 1u << i % 32;
+    t.block->warps[i / 32].lanes |= 1u << i % 32;
   }
-  std::fill(l.written.begin(), l.written.end(), u8(0));
-  const bool reversed = getenv("STAND_IN_ORDER") && !strcmp(getenv("STAND_IN_ORDER"), "reversed");
-  for (volatile u64 before = ~u64(0); block.alive;) {
+  l.reversed = getenv("STAND_IN_ORDER") && !strcmp(getenv("STAND_IN_ORDER"), "reversed");
+  for (volatile u64 before = ~u64(0), progress = before; l.alive;) {
     if (before == l.progress + l.waits) {
       for (Thread& t : threads)
-        if (!t.ended) fault(t, t.line, "waits for %s, and so does every other thread that has not ended (%u of %u)", t.waits, block.alive, count);
+        if (!t.ended) fault(t, t.line, "waits for %s, and so does every other thread that has not ended (%u of %u)", t.waits, t.block->alive, count);
     }
-    before = l.progress + l.waits;
-    for (volatile u32 i = 0; i < count; ++i) {
-      Thread& t = threads[reversed ? count - 1 - i : i];
+    for (Block& block : blocks) block.stuck = progress == l.progress;
+    before = l.progress + l.waits, progress = l.progress;
+    for (volatile u32 i = 0; i < all; ++i) {
+      Thread& t = threads[l.reversed ? all - 1 - i : i];
       if (t.ended || _setjmp(l.scheduler)) continue;
       if (t.started) _longjmp(t.place, 1);
       t.started = true, starting = &t;
@@ -778,8 +880,9 @@ inline void run_block(Launch& l, Block& block, std::vector<Thread>& threads) {
       setcontext(&t.begin);
     }
   }
-  for (Warp& warp : block.warps)
-    for (Meeting* m : warp.meetings) delete m;
+  for (Block& block : blocks)
+    for (Warp& warp : block.warps)
+      for (Meeting* m : warp.meetings) delete m;
 }
 
 struct Kernel {
@@ -790,16 +893,18 @@ struct Kernel {
   u32 most_threads;
 };
 
+/// So many pieces of memory, at least.
+inline void grow(std::vector<u8*>& pieces, size_t count, size_t size, int flags) {
+  while (pieces.size() < count) pieces.push_back((u8*)mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0));
+}
 /// One launch; false: `error` says what went wrong. Its parameters are given one by one, or packed. `ranges`: memory of tensors; none: it is not known,
 /// and nothing is out of bounds.
-inline bool run(const Kernel& kernel, const char* source, const Dim& grid, const Dim& block, u64 shared_bytes, void** given, u8* packed, const Range* ranges,
-                u64 count, const std::vector<Range>& variables, char* error, size_t error_size) {
-  static u8* const window = (u8*)mmap(nullptr, 1 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_32BIT, -1, 0);
-  static thread_local std::vector<u8*> stacks;
+inline bool run(const Kernel& kernel, const char* source, const Dim& grid, const Dim& block, u64 shared_bytes, bool cooperative, void** given, u8* packed,
+                const Range* ranges, u64 count, const std::vector<Range>& variables, char* error, size_t error_size) {
+  static thread_local std::vector<u8*> windows, stacks;
   Launch l;
   l.symbol = kernel.symbol, l.source = source, l.body = kernel.body, l.grid = grid, l.block = block;
-  l.shared = window, l.shared_bytes = kernel.shared_bytes + shared_bytes, l.error = error, l.error_size = error_size;
-  l.written.resize(l.shared_bytes);
+  l.shared_bytes = kernel.shared_bytes + shared_bytes, l.error = error, l.error_size = error_size;
   l.ranges.assign(ranges, ranges + count);
   if (!count) l.ranges.push_back({4096, ~u64(0) >> 1});
   l.ranges.insert(l.ranges.end(), variables.begin(), variables.end());
@@ -811,16 +916,21 @@ inline bool run(const Kernel& kernel, const char* source, const Dim& grid, const
     offset += size;
   }
   std::sort(l.ranges.begin(), l.ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
-  std::vector<Thread> threads(block.x * block.y * block.z);
-  if (kernel.most_threads && threads.size() > kernel.most_threads) return snprintf(error, error_size, "%s: a block of %zu threads, where its launch bounds allow %u", kernel.symbol, threads.size(), unsigned(kernel.most_threads)), false;
-  while (stacks.size() < threads.size()) stacks.push_back((u8*)mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  const u64 size = u64(block.x) * block.y * block.z, all = u64(grid.x) * grid.y * grid.z, at_once = cooperative ? all : 1;
+  if (kernel.most_threads && size > kernel.most_threads) return snprintf(error, error_size, "%s: a block of %llu threads, where its launch bounds allow %u", kernel.symbol, (unsigned long long)size, unsigned(kernel.most_threads)), false;
+  std::vector<Thread> threads(size * at_once);
+  std::vector<Block> blocks;
+  grow(windows, at_once, 1 << 20, MAP_32BIT), grow(stacks, threads.size(), kStack, MAP_NORESERVE);
   for (size_t i = 0; i < threads.size(); ++i) threads[i].stack = stacks[i];
   const Interruptible here;
   if (_setjmp(l.end)) return false;
-  for (u64 n = 0; n < u64(grid.x) * grid.y * grid.z; ++n) {
-    Block one;
-    one.at = {u32(n % grid.x), u32(n / grid.x % grid.y), u32(n / grid.x / grid.y)};
-    run_block(l, one, threads);
+  for (u64 first = 0; first < all; first += at_once) {
+    blocks.assign(at_once, Block());
+    for (u64 i = 0, n = first; i < at_once; ++i, ++n) {
+      blocks[i].at = {u32(n % grid.x), u32(n / grid.x % grid.y), u32(n / grid.x / grid.y)};
+      blocks[i].shared = windows[i];
+    }
+    run_blocks(l, blocks, threads);
   }
   return true;
 }

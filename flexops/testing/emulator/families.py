@@ -16,16 +16,15 @@ from flexops._torch import CUDA_KEYS, TorchDispatchMode, tree_leaves
 from flexops.build.compile import building, device_code
 from flexops.build.describe import catalog
 from flexops.build.load import loader, provider
-from flexops.compute_capability import Architecture, ComputeCapability
+from flexops.compute_capability import parse_arch_list
 from flexops.errors import ToolchainError
 
 from . import EmulationError, Loaded, extent, fault, run, translated
 
 _HEADER = Path(__file__).with_name("emulated.h")
 _FAILED = 719  # CUDA_ERROR_LAUNCH_FAILED
-CAPABILITY = 80
-"""What launchers see; kernels are compiled for compute_80."""
-_MULTIPROCESSORS = 108
+CAPABILITY, MULTIPROCESSORS = 80, 108
+"""What launchers see; kernels are compiled for 9.0a if it is 90, else for 8.0."""
 _SHARED = {80: 166912, 86: 101376, 90: 232448}
 _BYTES = {0: 1, 1: 1, 2: 2, 3: 4, 4: 8, 5: 2, 6: 4, 7: 8, 11: 1, 15: 2, 23: 1, 24: 1}
 """Of an element of each dtype, by c10::ScalarType."""
@@ -103,7 +102,7 @@ def _attribute(out: int, which: int, _: int) -> int:
     """CUdevice_attribute: multiprocessors, capability, shared memory, threads."""
     major, minor = divmod(CAPABILITY, 10)
     shared = _SHARED[CAPABILITY]
-    known = {16: _MULTIPROCESSORS, 75: major, 76: minor, 81: shared, 97: shared, 39: 2048}
+    known = {16: MULTIPROCESSORS, 75: major, 76: minor, 81: shared, 97: shared, 39: 2048}
     return int(_give(known.get(which, 0))(out))
 
 
@@ -141,7 +140,8 @@ def open_library(family: str) -> None:
             fix="test it on a GPU",
         )
     spec, chosen = catalog.find(family), settings.current()
-    compiler = provider.compiler_for(chosen, (), asked="8.0").compiler
+    (architecture,) = parse_arch_list("compute_90a" if CAPABILITY == 90 else "compute_80")
+    compiler = provider.compiler_for(chosen, (), asked=architecture.code).compiler
     plan = loader.local_plan(spec, "cuda", chosen)
     place = ("-include", str(_HEADER))
     steps = tuple(
@@ -162,9 +162,7 @@ def open_library(family: str) -> None:
     def provide(name: bytes, _: int, error: int, size: int) -> int | None:
         try:
             kernel = provider._called(spec, name, ())
-            code = kernel.plan(
-                Architecture(ComputeCapability(8, 0), sass=False, ptx=True), compiler
-            )
+            code = kernel.plan(architecture, compiler)
             (result,) = device_code.obtain([code], cache, time_limit=chosen.compile_timeout)
             entry = result.require()
             driver().kernels.append(translated(entry.library, entry.manifest.symbol))

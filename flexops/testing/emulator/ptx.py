@@ -167,6 +167,7 @@ class Kernel:
         self.scoped: set[str] = set()  # registers that inline code declares, in braces of its own
         self.labels: set[str] = set()  # that came before
         self.depth = 0
+        self.scopes = 0  # how often inline code has begun
         self.line = 0
 
     # ---- operands ----
@@ -229,10 +230,15 @@ class Kernel:
 
     def add(self, text: str) -> None:
         """An instruction, or what declares registers and variables, maybe with braces before it."""
-        while text[:1] in ("{", "}"):
-            self.depth += 1 if text[0] == "{" else -1
-            self.code += [text[0]] if self.depth > 1 or text[0] == "}" else []
-            text = text[1:].strip()
+        while found := re.match(r"[{}]|(\$?\w+):(?!:)", text):
+            if found[1]:
+                self.labels.add(self.label(found[1]))
+                self.code.append(f"{self.label(found[1])}:;")
+            else:
+                self.depth += 1 if text[0] == "{" else -1
+                self.scopes += text[0] == "{"
+                self.code += [text[0]] if self.depth > 1 or text[0] == "}" else []
+            text = text[found.end() :].strip()
         if not text or text.startswith(".pragma"):
             return
         if found := re.match(r"\.reg\s+\.(\w+)\s+(.+)", text):
@@ -276,7 +282,7 @@ class Kernel:
             self.variables[name] = f"u64(v_{name})"
         else:
             at = -(-self.shared // align) * align
-            self.variables[name] = f"(u64(t.launch->shared) + {at})"
+            self.variables[name] = f"(u64(t.block->shared) + {at})"
             self.shared = at + size
 
     # ---- instructions ----
@@ -353,10 +359,11 @@ class Kernel:
         return space, count, kind
 
     def do_ld(self, mods: list[str], operands: list[str]) -> str:
+        thread = "poll(t)" if {"volatile", "relaxed", "acquire"} & set(mods) else "t"
         space, count, kind = self.memory(mods)
         to = inside(operands[0]) if count > 1 else operands[:1]
         at = (
-            f"touch(t, {self.address(operands[1])}, {count * size_of(kind)}, {space}, READ,"
+            f"touch({thread}, {self.address(operands[1])}, {count * size_of(kind)}, {space}, READ,"
             f" {self.line})"
         )
         if count == 1:
@@ -415,8 +422,9 @@ class Kernel:
             "dec": f"old == 0 || old > {values[0]} ? {values[0]} : old - 1",
         }.get(action) or f"{action}_<{type_}, 0>(old, {values[0]})"
         at = self.address(place)
+        thread = "t" if to == "_" else "poll(t)"
         read, write = (
-            f"touch(t, {at}, {size}, {space}, {access}, {self.line});"
+            f"touch({thread}, {at}, {size}, {space}, {access}, {self.line});"
             for access in ("READ", "WRITE")
         )
         keep = "" if to == "_" else f"put({register(to)}, old);"
@@ -487,8 +495,13 @@ class Kernel:
         )
         return f"put({register(operands[0])}, dp4a_<{kinds}>({given}));"
 
+    def label(self, name: str) -> str:
+        """In C++. What inline code has in its braces is its own."""
+        own = f"_{self.scopes}" if self.depth > 1 and name[0] != "$" else ""
+        return "L" + re.sub(r"\W", "_", name) + own
+
     def do_bra(self, _: list[str], operands: list[str]) -> str:
-        place = label(operands[0])
+        place = self.label(operands[0])
         loops = f"turn(t, {self.line}); " if place in self.labels else ""
         return f"{{ {loops}goto {place}; }}"
 
@@ -580,7 +593,7 @@ class Kernel:
         if (
             not shape
             or mods[-1] != sum_
-            or left != right
+            or (left != right and {left, right} != {"u8", "s8"})
             or sum_ not in ("f32", "s32")
             or left not in MMA
         ):
@@ -592,7 +605,8 @@ class Kernel:
             for name, part, kind in named
         )
         call = (
-            f"mma<{MMA[left]}, {sum_}, {shape[1]}, {len(a)}, {len(b)}>(t, d, a, b, c, {self.line});"
+            f"mma<{MMA[left]}, {MMA[right]}, {sum_}, {shape[1]}, {len(a)}, {len(b)}>"
+            f"(t, d, a, b, c, {self.line});"
         )
         return (
             f"{{ {a_} {b_} {c_} {sum_} d[4]; {call}"
@@ -606,6 +620,13 @@ class Kernel:
             return f"cp_async_wait(t, {operands[0]}, {self.line});"
         if mods == ["async", "wait_all"]:
             return f"cp_async_wait(t, -1, {self.line});"
+        bulk = "async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+        if ".".join(mods).removesuffix(".L2::cache_hint") == bulk:
+            to, source, size, barrier, *_ = operands
+            return (
+                f"cp_async_bulk(t, {self.address(to)}, {self.address(source)},"
+                f" {self.value(size, 'u32')}, {self.address(barrier)}, {self.line});"
+            )
         if mods[:1] != ["async"] or mods[1] not in ("ca", "cg"):
             raise UnknownPtx("copy")
         to, source, size, *of = operands[: -1 if "L2::cache_hint" in mods else None]
@@ -613,6 +634,23 @@ class Kernel:
             f"cp_async(t, {self.address(to)}, {self.address(source)}, {size},"
             f" {self.value(of[0] if of else size, 'u32')}, {self.line});"
         )
+
+    def do_mbarrier(self, mods: list[str], operands: list[str]) -> str:
+        plain = IGNORED | {"shared", "shared::cta", "cluster", "b64"}
+        action = ".".join(one for one in mods if one not in plain)
+        if action == "init":
+            count = self.value(operands[1], "u32")
+            return f"mbarrier_init(t, {self.address(operands[0])}, {count}, {self.line});"
+        if action in ("arrive", "arrive.expect_tx") and operands[0] == "_":
+            given = self.value(operands[2], "u32") if len(operands) > 2 else "1"
+            count, size = ("1", given) if action == "arrive.expect_tx" else (given, "0")
+            return f"mbarrier_arrive(t, {self.address(operands[1])}, {count}, {size}, {self.line});"
+        if action in ("try_wait.parity", "test_wait.parity"):
+            return (
+                f"{register(operands[0])} = mbarrier_try_wait(t, {self.address(operands[1])},"
+                f" {self.value(operands[2], 'u32')}, {self.line});"
+            )
+        raise UnknownPtx("mbarrier")
 
 
 def register(name: str) -> str:
@@ -626,10 +664,6 @@ def narrows(from_: str, to: str) -> bool:
 
 def inside(braces: str) -> list[str]:
     return [one.strip() for one in braces.strip().strip("{}").split(",")]
-
-
-def label(name: str) -> str:
-    return "L" + re.sub(r"\W", "_", name)
 
 
 def split(text: str) -> list[str]:
@@ -682,11 +716,7 @@ class Module:
         if statement == "}" and self.kernel.depth == 1:
             self.end()
             return ""
-        if found := re.match(r"(\$?\w+):\s*", statement):
-            self.kernel.code.append(f"{label(found[1])}:;")
-            self.kernel.labels.add(label(found[1]))
-            statement = statement[found.end() :]
-        if not statement.endswith((";", "}", "{")):
+        if not statement.endswith((";", "}", "{", ":")):
             return statement
         self.kernel.line = number
         for one in filter(None, (part.strip() for part in statement.split(";"))):
@@ -725,7 +755,7 @@ class Module:
         assert kernel
         shared = kernel.shared + 15 & ~15  # what is dynamic begins behind
         body = "\n".join([*kernel.declared, *kernel.code]).replace(
-            "SHARED_END", f"(u64(t.launch->shared) + {shared})"
+            "SHARED_END", f"(u64(t.block->shared) + {shared})"
         )
         self.code.append(f"static void body_{kernel.symbol}(Thread& t) {{\n{body}\n}}")
         self.kernels.append(
@@ -768,13 +798,13 @@ def literal(text: str, kind: str) -> str:
 FOOT = """
 static const Kernel kernels[] = {TABLE};
 extern "C" int emulate(const char* symbol, const char* source, const Dim* grid, const Dim* block,
-                       u64 shared_bytes, void** given, u8* packed, const Range* ranges, u64 count,
-                       char* error, size_t error_size) {
+                       u64 shared_bytes, int cooperative, void** given, u8* packed,
+                       const Range* ranges, u64 count, char* error, size_t error_size) {
   static const std::vector<Range> variables = {RANGES};
   for (const Kernel& one : kernels)
     if (!strcmp(one.symbol, symbol))
-      return run(one, source, *grid, *block, shared_bytes, given, packed, ranges, count, variables,
-                 error, error_size) ? 0 : 1;
+      return run(one, source, *grid, *block, shared_bytes, cooperative, given, packed, ranges,
+                 count, variables, error, error_size) ? 0 : 1;
   return -1;
 }
 """

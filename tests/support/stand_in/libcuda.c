@@ -24,8 +24,8 @@ enum { OK = 0, INVALID_VALUE = 1, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_
 enum { WITHOUT_ASKING = 49152, OF_SYSTEM = 1024, GPUS = 8 };
 
 typedef struct { unsigned grid[3], block[3], shared; void* stream; struct { int id, padding; unsigned value[16]; }* attributes; unsigned count; } Config;
-typedef int (*Emulate)(const char* symbol, const char* source, const unsigned* grid, const unsigned* block, uint64_t shared, void** arguments,
-                       void* packed, uint64_t (*memory)[2], uint64_t count, char* error, size_t error_size);
+typedef int (*Emulate)(const char* symbol, const char* source, const unsigned* grid, const unsigned* block, uint64_t shared, int cooperative,
+                       void** arguments, void* packed, uint64_t (*memory)[2], uint64_t count, char* error, size_t error_size);
 typedef struct { char* code; int text, sm, accelerated; Emulate emulate; char source[512]; } Library;
 typedef struct {
   Library* library;
@@ -282,8 +282,8 @@ static int run(const Kernel* kernel, const Config* c, void** arguments, void** e
   uint64_t (*memory)[2] = malloc(most * sizeof *memory);
   const size_t count = memory_of ? memory_of(memory, most) : 0;
   pthread_mutex_lock(&one);
-  const int failed = kernel->library->emulate(kernel->symbol, kernel->library->source, c->grid, c->block, c->shared, arguments, extra ? extra[1] : 0,
-                                              memory, count, error, sizeof error);
+  const int failed = kernel->library->emulate(kernel->symbol, kernel->library->source, c->grid, c->block, c->shared, 0, arguments,
+                                              extra ? extra[1] : 0, memory, count, error, sizeof error);
   pthread_mutex_unlock(&one);
   free(memory);
   if (failed) fprintf(stderr, "%s\n", error), say("fault %s\n", error, (unsigned[9]){0});
