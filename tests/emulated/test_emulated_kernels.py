@@ -1,5 +1,5 @@
 """Kernels for CUDA, run where there is no GPU: the tests of operators (tests/ops), on NVRTC's code
-for compute_80, translated to C++ (flexops/testing/emulator), a thread of a block being a fiber.
+for 8.0 or 9.0a, translated to C++ (flexops/testing/emulator), a thread of a block being a fiber.
 
 What is shown: that bindings, launchers and kernels together compute what reference and float64 do,
 on a GPU of capability 8.0, products of a few rows and chains of them also on one of 9.0; that no
@@ -7,8 +7,7 @@ thread touches memory which is not the call's, at an address that is not aligned
 that was not written; that threads come to the same barriers, and wait for bulk copies. What is not:
 anything of timing, of the memory model's weakness, of ptxas, of tensor maps, wgmma and clusters
 (most of Hopper's kernels); and races only in so far as they show when threads run one after the
-other, in order or reversed. ``approx``
-instructions are exact here, sums of ``mma`` rounded once.
+other, in order or reversed. ``approx`` instructions are exact here, sums of ``mma`` rounded once.
 
 Some of them run always, the others with ``-m slow``: those of a family are an argument of pytest's
 ``-k``.

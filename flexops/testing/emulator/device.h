@@ -7,7 +7,7 @@
 //
 // Every address is the host's. Shared memory lies below 4 GiB, where its 32-bit addresses are pointers, too. Each access is held against what the
 // launch may touch: the tensors' memory, the kernel's parameters and variables, its shared and local memory; and against its alignment. A byte of
-// shared memory that nobody has written is not read, and what cp.async copies is there once its thread has waited for it, not before; what
+// shared memory that no thread has written is not read, and what cp.async copies is there once its thread has waited for it, not before; what
 // cp.async.bulk copies, once a thread waits for its mbarrier and the others have had their turn. With STAND_IN_UNWRITTEN=nan all shared memory is written
 // at first, with NaN: for kernels that read more of a stage than was copied there, and use none of it.
 #pragma once
