@@ -131,7 +131,7 @@ class CompressedLayer(KVCacheLayer):
         if self._there and length < self.length:
             codes = self.codes()
             first = codes.coded(length)
-            if first < codes.coded(self.length):
+            if first < min(length, codes.coded(self.length)):
                 slots = torch.arange(first, length, device=codes.recent_k.device)
                 slots %= codes.recent_k.shape[1]
                 kept = ops.decompress(codes, self.length)

@@ -159,28 +159,46 @@ def append_compressed_(cache: CompressedKVCache, k: Tensor, v: Tensor, length: i
             f"flexops: a compressed KV cache of {cache.capacity} tokens has no room for {end}"
         )
     first, last = cache.coded(length), cache.coded(end)
-    slots = torch.arange(first, length, device=k.device) % cache.recent_k.shape[1]
-    sources = [
-        torch.cat((ring[:, slots], x), 1) for ring, x in ((cache.recent_k, k), (cache.recent_v, v))
-    ]  # tokens from `first` on
+    rings, new = (cache.recent_k, cache.recent_v), (k, v)
     if last > first:
-        _compress(*(x[:, : last - first] for x in sources), *cache[:4], first, *cache[6:])
+        sources = (
+            torch.cat((*_of_ring(ring, first, min(last, length)), x[:, : max(0, last - length)]), 1)
+            if first < length
+            else x[:, : last - length]
+            for ring, x in zip(rings, new, strict=True)
+        )
+        _compress(*sources, *cache[:4], first, *cache[6:])
     kept = max(last, length)
-    slots = torch.arange(kept, end, device=k.device) % cache.recent_k.shape[1]
-    for ring, source in zip((cache.recent_k, cache.recent_v), sources, strict=True):
-        ring[:, slots] = source[:, kept - first :]
+    for ring, x in zip(rings, new, strict=True):
+        for slots, tokens in _spans(ring, kept, end):
+            ring[:, slots] = x[:, kept - length :][:, tokens]
+
+
+def _spans(ring: Tensor, first: int, end: int) -> list[tuple[slice, slice]]:
+    """Where tokens lie in a ring that has room for them, in one or two pieces: slots, and tokens
+    counted from ``first``."""
+    size = ring.shape[1]
+    slot, count = first % size, end - first
+    ahead = min(count, size - slot)
+    found = [(slice(slot, slot + ahead), slice(ahead))]
+    return found + [(slice(count - ahead), slice(ahead, count))] * (count > ahead)
+
+
+def _of_ring(ring: Tensor, first: int, end: int) -> list[Tensor]:
+    """Those tokens, in their order, in pieces."""
+    return [ring[:, slots] for slots, _ in _spans(ring, first, end)]
 
 
 def decompress(cache: CompressedKVCache, length: int) -> tuple[Tensor, Tensor]:
     """The keys and values of ``length`` tokens, ``[batch, length, heads, head_dim]``, in the dtype
     of the ring."""
     coded = cache.coded(length)
-    slots = torch.arange(coded, length, device=cache.recent_k.device) % cache.recent_k.shape[1]
-    keys, values = _values_of(*cache[:4], cache.bits, coded)
-    return (
-        torch.cat((keys.to(cache.recent_k.dtype), cache.recent_k[:, slots]), 1),
-        torch.cat((values.to(cache.recent_v.dtype), cache.recent_v[:, slots]), 1),
+    parts = _values_of(*cache[:4], cache.bits, coded)
+    keys, values = (
+        torch.cat((part.to(ring.dtype), *_of_ring(ring, coded, length)), 1)
+        for part, ring in zip(parts, (cache.recent_k, cache.recent_v), strict=True)
     )
+    return keys, values
 
 
 def attention_with_compressed_kvcache(

@@ -78,7 +78,14 @@ def test_a_cut_brings_tokens_back_from_their_codes():
             assert torch.equal(layer.keys, keys[:, :, :90])
             assert torch.equal(layer.values, values[:, :, :90])
         model(torch.randint(3, 97, (1, 60)), past_key_values=cache)
-    assert cache.length == 150
+        assert cache.length == 150
+        cache.crop_to(0)
+        fresh, tokens = cache_of(model, 8, 200), torch.randint(3, 97, (1, 170))
+        for one in (cache, fresh):
+            model(tokens, past_key_values=one)
+    for layer, other in zip(cache.layers, fresh.layers, strict=True):
+        assert torch.equal(layer.keys, other.keys)
+        assert torch.equal(layer.values, other.values)
 
 
 def test_bad_numbers_are_errors():
