@@ -162,14 +162,14 @@ def run(
     batches: Sequence[int] = BATCHES,
     prompts: Sequence[int] = PROMPTS,
     tokens: int = 200,
-    repeats: int = 3,
+    repeats: int = 10,
     report: Callable[[str], None] = lambda _: None,
 ) -> Run:
     """Measure contenders (none named: all).
 
     Args:
         tokens: new tokens of the longer call, more than eight.
-        repeats: the fastest of so many calls counts.
+        repeats: the fastest of so many calls counts, or of as many as take two seconds.
         report: receives a line before and behind each measurement.
 
     Raises:
