@@ -2,8 +2,9 @@
 those who make generation faster, beside what reading weights and cache takes.
 
 Each contender has the same model, of random weights; prompts are random tokens. A time per token
-is the difference of two calls, of few and of many new tokens; the first token's is that of a call
-for one.
+is the difference of two calls one after another, of few and of many new tokens: the median of
+several such pairs, because a host's part of the prompt varies. The first token's is that of the
+fastest call for one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +32,8 @@ SHAPES = TRAINED | {"8b": Shape(4096, 32, 32, 8, 14336, 128256, 1, 2048)}
 BATCHES, PROMPTS = (1, 16), (512, 4096)
 FEW = 8
 ENOUGH = 2.0
-"""Seconds after which a call is not repeated."""
+"""Seconds after which calls are not repeated."""
+LEAST_PAIRS = 3
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ def run(
 
     Args:
         tokens: new tokens of the longer call, more than eight.
-        repeats: the fastest of so many calls counts, or of as many as take two seconds.
+        repeats: of so many calls, and pairs of calls, or of as many as take two seconds.
         report: receives a line before and behind each measurement.
 
     Raises:
@@ -237,18 +240,24 @@ def _measure(call: Call, tokens: int, device: str, repeats: int) -> tuple[float,
         call(count)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    first, few, many = (_least(call, count, device, repeats) for count in (1, FEW, tokens))
+    first = min(_repeated(lambda: _seconds(call, 1, device), 1, repeats))
+
+    def difference() -> float:
+        few, many = (_seconds(call, count, device) for count in (FEW, tokens))
+        return many - few
+
+    token = max(median(_repeated(difference, LEAST_PAIRS, repeats)), 0.0) / (tokens - FEW)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
-    token = max(many - few, 0.0) / (tokens - FEW)
     return round(1e3 * first, 2), round(1e3 * token, 3), round(peak, 2)
 
 
-def _least(call: Call, tokens: int, device: str, repeats: int) -> float:
-    """Seconds of the fastest call."""
-    taken: list[float] = []
-    while len(taken) < repeats and sum(taken) < ENOUGH:
-        taken.append(_seconds(call, tokens, device))
-    return min(taken)
+def _repeated(measure: Callable[[], float], least: int, most: int) -> list[float]:
+    """What it gives, until that has taken long."""
+    found: list[float] = []
+    started = time.perf_counter()
+    while len(found) < least or (len(found) < most and time.perf_counter() - started < ENOUGH):
+        found.append(measure())
+    return found
 
 
 def _seconds(call: Call, tokens: int, device: str) -> float:
