@@ -159,17 +159,17 @@ def append_compressed_(cache: CompressedKVCache, k: Tensor, v: Tensor, length: i
             f"flexops: a compressed KV cache of {cache.capacity} tokens has no room for {end}"
         )
     first, last = cache.coded(length), cache.coded(end)
-    rings, new = (cache.recent_k, cache.recent_v), (k, v)
+    pairs = (cache.recent_k, k), (cache.recent_v, v)
     if last > first:
         sources = (
             torch.cat((*_of_ring(ring, first, min(last, length)), x[:, : max(0, last - length)]), 1)
             if first < length
             else x[:, : last - length]
-            for ring, x in zip(rings, new, strict=True)
+            for ring, x in pairs
         )
         _compress(*sources, *cache[:4], first, *cache[6:])
     kept = max(last, length)
-    for ring, x in zip(rings, new, strict=True):
+    for ring, x in pairs:
         for slots, tokens in _spans(ring, kept, end):
             ring[:, slots] = x[:, kept - length :][:, tokens]
 
