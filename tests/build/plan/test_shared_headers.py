@@ -263,6 +263,7 @@ def test_what_plans_link_alike_is_made_once():
         )
 
 
+@pytest.mark.extra
 def test_zig_reads_a_shared_header_once_too(tmp_path, require):
     """A quarter of the processor time that a wheel took to compile went into one header."""
     found = importlib.util.find_spec("ziglang")
