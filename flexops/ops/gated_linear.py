@@ -19,7 +19,7 @@ from torch import Tensor
 from .._torch import product_dtype
 from ._arguments import check_shape, check_tensor
 from ._declared import define
-from ._register import caller, check_places
+from ._register import caller
 from .activation import (
     Approximation,
     check_gated,
@@ -88,8 +88,8 @@ def _gated_linear(
     which: int,
     interleaved: bool,
 ) -> Tensor:
-    _check(gate, up, weight, bias, which, interleaved)
-    result: Tensor = _CALL(gate, up, weight, bias, which, interleaved, product_dtype(gate))
+    dtype = product_dtype(gate) if isinstance(gate, Tensor) else torch.float32
+    result: Tensor = _CALL(gate, up, weight, bias, which, interleaved, dtype)
     return result
 
 
@@ -105,7 +105,6 @@ def _check(
     op = "geglu_linear" if which else "swiglu_linear"
     for name, tensor in (("weight", weight), *((("bias", bias),) if bias is not None else ())):
         check_tensor(f"flexops.{op}", name, tensor)
-    check_places(f"flexops.{op}", {"gate": gate, "up": up, "weight": weight, "bias": bias})
     check_gated(op, gate, up, interleaved)
     width = gate.shape[-1] if up is not None else gate.shape[-1] // 2
     check_shape(f"flexops.{op}", "weight", weight, ["any", width])
