@@ -173,13 +173,12 @@ def together(x: Tensor, linears: tuple[Any, ...]) -> list[Tensor] | None:
 def _parts(x: Tensor, linears: tuple[Any, ...], least: int) -> list[Tensor] | None:
     """The weights and biases of plain linear layers that are to be differentiated; None if they are
     something else, or x has fewer rows."""
-    if not all(map(is_bare, linears)):  # another module, such as an adapter's, may have no weight
-        return None
+    if not torch.is_grad_enabled() or not all(map(is_bare, linears)):
+        return None  # another module, such as an adapter's, may have no weight
     weights = [one.weight for one in linears]
     biases = [one.bias for one in linears if one.bias is not None]
     usual = (
-        torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and type(x) is Tensor
         and x.numel() >= least * x.shape[-1]
         and not is_transforming()

@@ -310,7 +310,11 @@ class Addend(Tensor):
         name, one = func.__name__, next((x for x in args if type(x) is Addend), None)
         if one is not None and len(args) == 2 and not kwargs and name in SUMS:
             return _sum(one, *(_bare(x) for x in args if x is not one))
-        args, kwargs = tree_map(_bare, (args, kwargs or {}))
+        kwargs = kwargs or {}
+        if any(isinstance(x, (tuple, list, dict)) for x in (*args, *kwargs.values())):
+            args, kwargs = tree_map(_bare, (args, kwargs))
+        else:  # in a tenth of the time
+            args, kwargs = map(_bare, args), {key: _bare(x) for key, x in kwargs.items()}
         result = func(*args, **kwargs)
         if one is not None and name in KEPT and isinstance(result, Tensor):
             return addend(result, one._site)  # type: ignore[attr-defined]
@@ -403,7 +407,7 @@ def below_added(part: Any) -> Any:
 def _down(down: Any, kind: Any, drop: Any, gate: Tensor, up: Tensor | None = None) -> Any:
     """``down(act(gate) * up)``; of a plain linear layer's input nothing is kept for the backward
     pass, but worked out again from gate and up. ``drop`` is applied to it; None: nothing is."""
-    if drop is None and is_bare(down):
+    if drop is None and torch.is_grad_enabled() and is_bare(down):
         if kind == "silu":
             return swiglu_linear(gate, up, down.weight, down.bias)
         return geglu_linear(gate, up, down.weight, down.bias, approximate=kind)
