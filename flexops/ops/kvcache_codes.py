@@ -181,7 +181,9 @@ def _spans(ring: Tensor, first: int, end: int) -> list[tuple[slice, slice]]:
     slot, count = first % size, end - first
     ahead = min(count, size - slot)
     found = [(slice(slot, slot + ahead), slice(ahead))]
-    return found + [(slice(count - ahead), slice(ahead, count))] * (count > ahead)
+    if count > ahead:
+        found.append((slice(count - ahead), slice(ahead, count)))
+    return found
 
 
 def _of_ring(ring: Tensor, first: int, end: int) -> list[Tensor]:
