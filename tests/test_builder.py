@@ -915,8 +915,7 @@ def test_the_examples_own_tests_pass(package):
 
 @pytest.mark.extra
 def test_the_contract_notices_a_kernel_that_is_wrong_at_one_level(package):
-    """Which this machine would not choose by itself: every test of numbers says so, by the level's
-    name."""
+    """At a level that this machine does not choose: every test of numbers reports that level."""
     import torch
 
     level, macro = ("baseline", "1")
