@@ -93,6 +93,7 @@ IGNORED = {
     "relaxed",
     "acquire",
     "release",
+    "acq_rel",
     "weak",
     "gpu",
     "cta",
