@@ -1,5 +1,5 @@
-// Products of one or two rows of x with 4-bit weights, one after another in one kernel, as a decode
-// step has them between two attentions. A block of each multiprocessor stays for all of them. One
+// Products of one or two rows of x with 4-bit weights, and attentions, one after another in one
+// kernel: the layers of a decode step. A block of each multiprocessor stays for all of them. One
 // thread copies its share of all weights, product (phase) after phase, to a ring of stages: weights
 // depend on nothing, so they arrive while blocks wait for each other. Four warps share a stage.
 //
@@ -11,67 +11,9 @@
 // longer than they take to arrive: x is taken apart into digits of 8 bits (write_digits).
 #pragma once
 
-#include "int4_few_rows/int4_few_rows.cuh"
+#include "few_rows_chain/few_rows_attention.cuh"
 
 namespace flexops::chain {
-
-inline constexpr int kMostPhases = 6;
-inline constexpr int kWarps = 16;  // that multiply
-/// Tiles of columns of a warp's chunk; chunks of a stage.
-inline constexpr int kChunk = 8, kSharing = 4;
-inline constexpr int kMostStages = 16;
-/// Stages whose copies are under way: for memory's full speed, and while blocks meet.
-inline constexpr int kUnderWay = 3, kUnderWayMeeting = 1;
-
-struct Phase {
-  int4::FewParams::Weight weights[few_rows::kMaxWeights];
-  const void *x, *norm, *residual;
-  void* out;  // [m, width]
-  int width, k, count;
-  int tiles_k, groups;
-  int group_shift;     // log2 of the group size
-  int each, longer;    // units that a block has at least, and how many blocks have one more
-  int chunks, stages;  // of a row tile
-  int pass_rows;       // row tiles whose sums have room
-  int activation;
-  bool half_scales, has_zeros;
-};
-
-struct Params {
-  Phase phases[kMostPhases];
-  u64* counter;
-  int count;
-  float eps, offset;
-  int x_stride, sums, squares, parts, ring,
-      barriers;  // bytes: where shared memory's parts are
-  int stages;    // of the ring
-};
-
-/// Memory that other blocks of this kernel have written.
-FLEXOPS_DEVICE uint2 load_shared_by_all(const uint2* at) {
-  uint2 out;
-  asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];"
-               : "=r"(out.x), "=r"(out.y)
-               : "l"(at)
-               : "memory");
-  return out;
-}
-FLEXOPS_DEVICE u32 load_shared_by_all(const u16* at) {
-  u32 bits;
-  asm volatile("ld.global.cg.u16 %0, [%1];" : "=r"(bits) : "l"(at) : "memory");
-  return bits;
-}
-/// Tells the other blocks that this one's results are written, after a barrier of the block.
-FLEXOPS_DEVICE void arrive(u64* counter) {
-  FLEXOPS_SM90("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(counter) : "memory");
-}
-/// Relaxed: what it is asked for is read from the second-level cache, behind a barrier of the
-/// block.
-FLEXOPS_DEVICE u64 arrived(const u64* counter) {
-  u64 value = 0;
-  FLEXOPS_SM90("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(counter) : "memory");
-  return value;
-}
 
 /// A row tile: which weight, and its tile; as int4::FewTile.
 struct Tile {
@@ -94,8 +36,8 @@ FLEXOPS_DEVICE int rows_of(const Phase& phase, int block) {
 
 /// Copies the block's stages of all phases to the ring, by one thread. `full`, `empty`: barriers of
 /// the stages; `meeting`: whether blocks meet.
-template <bool kSmall>
-FLEXOPS_DEVICE void copy_stages(const Params& p, u32 ring, u32 full, u32 empty,
+template <bool kSmall, int kMost>
+FLEXOPS_DEVICE void copy_stages(const Params<kMost>& p, u32 ring, u32 full, u32 empty,
                                 const volatile bool* meeting, int block, int blocks) {
   constexpr int kTiles = kChunk * kSharing, kStage = int4::kFewStage<kTiles, kSmall>,
                 kUnits = int4::kFewUnits<kTiles, kSmall>;
@@ -317,9 +259,10 @@ struct Lane {
   }
 };
 
-template <class T, int kRows, bool kSmall>
+/// kAttends: some phases are attentions, whose code costs products registers.
+template <class T, int kRows, bool kSmall, bool kAttends>
 __global__ void __launch_bounds__(32 * (kWarps + 2), 1)
-    products(const FLEXOPS_GRID_CONSTANT Params p) {
+    products(const FLEXOPS_GRID_CONSTANT Params<kAttends ? kMostPhases : kMostProducts> p) {
   constexpr int kThreads = 32 * (kWarps + 1), kPart = 16 * kRows, kGroups = kWarps / kSharing,
                 kStage = int4::kFewStage<kChunk * kSharing, kSmall>;
   extern __shared__ uint4 storage[];
@@ -352,6 +295,7 @@ __global__ void __launch_bounds__(32 * (kWarps + 2), 1)
   Unit* const units = reinterpret_cast<Unit*>(shared + p.sums);
   float* const parts = reinterpret_cast<float*>(shared + p.parts);
   const Lane<kRows, kSmall> own(rows_of_x, p.x_stride);
+  Item* const item = reinterpret_cast<Item*>(shared + p.item);
   float acc[2] = {};
   // Of the next stage of this warp's group: where it is, and its number within the phase.
   int stage = warp / kSharing, next = stage;
@@ -365,11 +309,32 @@ __global__ void __launch_bounds__(32 * (kWarps + 2), 1)
   if (meets) {
     const u64 now = arrived(p.counter);
     target = now - now % static_cast<u32>(blocks);
+    if constexpr (kAttends) {
+      if (block < p.attended.blocks) *item = Item(p.attended, block);
+    }
   }
+  if (kAttends && p.phases[0].count == 0) together();
 
 #pragma unroll 1
   for (int number = 0; number < p.count; ++number) {
     const Phase& phase = p.phases[number];
+    const auto meet = [&] {
+      if (number == 0) return;
+      if (meets) {
+        target += blocks;
+        while (arrived(p.counter) < target) {}
+      }
+      together();
+    };
+    if (kAttends && phase.count == 0) {
+      if (block < p.attended.blocks) {
+        attend<T>(p.attended, phase, shared, *item, meet);
+      } else {
+        meet();
+      }
+      if (meets && number + 1 < p.count) arrive(p.counter);
+      continue;
+    }
     // Vectors of 8 numbers, in the order of write_digits.
     const int per_row = phase.chunks * kChunk * 8;
     const auto column_of = [](int vector) { return vector / 2 * 16 + vector % 2 * 4; };
@@ -409,13 +374,7 @@ __global__ void __launch_bounds__(32 * (kWarps + 2), 1)
                  : 0;
     };
     Result first = result_of(0, thread);
-    if (number > 0) {
-      if (meets) {
-        target += blocks;
-        while (arrived(p.counter) < target) {}
-      }
-      together();
-    }
+    meet();
     u32 first_added = added(first);
     // Rows of x, multiplied by the norm's weights; the sums of their units, and of their squares.
     constexpr int kAtOnce = 4 / kRows;

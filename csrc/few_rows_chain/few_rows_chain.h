@@ -2,30 +2,38 @@
 // arguments: flexops/ops/few_rows_chain.py.
 #pragma once
 
+#include "common/element_type.h"
 #include "common/tensor_view.h"
 
 namespace flexops {
 
-constexpr int kMostPhases = 6, kMostChainRows = 2;
+constexpr int kMostPhases = 28, kMostChainRows = 2;
+constexpr int kMostProducts = 6;  // phases without an attention
+
+/// Of the workspace's numbers: what blocks count in; partial results follow.
+constexpr int64_t kChainCounters = 256;
 
 struct FewRowsChain {
   TensorView x;                                                  // of the first phase
   TensorViews xs;                                                // of the others
   TensorViews weights, scales, zeros, biases, norms, residuals;  // those that there are
   TensorViews outs;
+  TensorViews caches;  // of each attention, keys and values
+  TensorView cos, sin, seqlens, leftpad;
   TensorView workspace;
-  float eps, offset;
-  int64_t kinds;
+  float eps, offset, scale;
+  int64_t kinds[4];
 };
 
-/// What a phase has: its ten bits of `kinds`.
+/// What a phase has: its eight bits of `kinds`, seven phases in each. Without weights it is an
+/// attention.
 struct PhaseKind {
   int weights, activation;
-  bool four_bits, zeros, biases, norm, residual;
-  PhaseKind(int64_t kinds, int64_t phase) {
-    const auto bits = static_cast<int>(kinds >> 10 * phase & 1023);
-    weights = bits & 3, activation = bits >> 2 & 3, four_bits = bits >> 4 & 1;
-    zeros = bits >> 5 & 1, biases = bits >> 6 & 1, norm = bits >> 7 & 1, residual = bits >> 8 & 1;
+  bool zeros, biases, norm, residual;
+  PhaseKind(const int64_t (&kinds)[4], int64_t phase) {
+    const auto bits = static_cast<int>(kinds[phase / 7] >> 8 * (phase % 7) & 255);
+    weights = bits & 3, activation = bits >> 2 & 3;
+    zeros = bits >> 4 & 1, biases = bits >> 5 & 1, norm = bits >> 6 & 1, residual = bits >> 7 & 1;
   }
 };
 

@@ -8,10 +8,16 @@
 namespace flexops {
 namespace {
 
-using chain::Params;
+using Params = chain::Params<kMostPhases>;
+using Products = chain::Params<kMostProducts>;
 using chain::Phase;
-static_assert(chain::kMostPhases == kMostPhases, "one limit");
+static_assert(chain::kMostPhases == kMostPhases && chain::kMostProducts == kMostProducts, "limits");
 
+int log2_of(int64_t value) {
+  int log = 0;
+  while (int64_t{1} << log < value) ++log;
+  return log;
+}
 int64_t rounded_up(int64_t bytes) { return ceil_div(bytes, int64_t{128}) * 128; }
 
 /// Where shared memory's parts are, with as many stages as have room; returns its bytes.
@@ -19,14 +25,19 @@ int64_t lay_out(Params& p, int64_t m, bool small, int64_t most) {
   int64_t tiles = 0, parts = 0;
   for (int i = 0; i < p.count; ++i) {
     const Phase& phase = p.phases[i];
+    if (phase.count == 0) continue;
     const int64_t of_k = phase.chunks * chain::kChunk,
                   of_rows = phase.pass_rows * least(phase.chunks, chain::kWarps) * 64 * m;
     tiles = tiles < of_k ? of_k : tiles, parts = parts < of_rows ? of_rows : parts;
   }
   const int64_t units = small ? 2 : 1;
   const int64_t stride = tiles * 128, sums = rounded_up(m * stride),
-                squares = sums + tiles * units * m * 8,
-                at = rounded_up(squares + 4 * (8 + m * (chain::kWarps + 1))),
+                attended =
+                    p.attended.blocks > 0 ? chain::attention_bytes(8 << p.attended.lanes_log) : 0,
+                digits = sums + tiles * units * m * 8,
+                squares = rounded_up(digits < attended ? attended : digits),
+                item = squares + 4 * (8 + m * (chain::kWarps + 1)),
+                at = rounded_up(item + static_cast<int64_t>(sizeof(chain::Item))),
                 ring = rounded_up(at + parts),
                 stage = chain::kSharing * chain::kChunk * (512 + 64 * units),
                 room = least((most - ring) / (stage + 16), int64_t{chain::kMostStages});
@@ -37,20 +48,50 @@ int64_t lay_out(Params& p, int64_t m, bool small, int64_t most) {
   const int64_t stages = room < groups + chain::kUnderWay ? room / groups * groups : room,
                 barriers = ring + stages * stage;
   p.x_stride = static_cast<int>(stride), p.sums = static_cast<int>(sums);
-  p.squares = static_cast<int>(squares), p.parts = static_cast<int>(at);
+  p.squares = static_cast<int>(squares), p.item = static_cast<int>(item),
+  p.parts = static_cast<int>(at);
   p.ring = static_cast<int>(ring), p.barriers = static_cast<int>(barriers);
   p.stages = static_cast<int>(stages);
   return barriers + 16 * stages;
 }
 
-template <class T, int kRows>
-void launch_chain(const Params& p, bool small, const LaunchConfig& config) {
-  if (small) return launch(rare_kernel<chain::products<T, kRows, true>>, config, p);
-  launch(kernel<chain::products<T, kRows, false>>, config, p);
+template <class T, int kRows, bool kAttends, class P>
+void launch_chain(const P& p, bool small, const LaunchConfig& config) {
+  if (small) return launch(rare_kernel<chain::products<T, kRows, true, kAttends>>, config, p);
+  launch(kernel<chain::products<T, kRows, false, kAttends>>, config, p);
 }
 template <class T>
 void launch_chain(const Params& p, int64_t rows, bool small, const LaunchConfig& config) {
-  rows == 1 ? launch_chain<T, 1>(p, small, config) : launch_chain<T, 2>(p, small, config);
+  if (p.attended.blocks > 0) return launch_chain<T, 1, true>(p, small, config);
+  Products products = {p, {}};
+  for (int i = 0; i < p.count; ++i) products.phases[i] = p.phases[i];
+  rows == 1 ? launch_chain<T, 1, false>(products, small, config)
+            : launch_chain<T, 2, false>(products, small, config);
+}
+
+/// What all attentions have in common, of the keys of one of them; false if there are too many.
+bool set_attended(chain::Attended& a, const FewRowsChain& call, const TensorView& keys,
+                  int64_t width, int processors) {
+  if (a.blocks > 0) return true;
+  a.heads_k = static_cast<int>(keys.size(2)), a.lanes_log = log2_of(keys.size(3) / 8);
+  const int64_t dim = keys.size(3);
+  a.heads = static_cast<int>(width / dim), a.capacity = static_cast<int>(keys.size(1));
+  const int64_t groups = ceil_div(a.heads / a.heads_k, chain::kHeads), items = a.heads_k * groups;
+  a.splits = static_cast<int>(least(processors / items, int64_t{chain::kMostSplits}));
+  a.blocks = static_cast<int>(items * a.splits);
+  a.scale = call.scale * 1.44269504f;
+  a.seqlens = call.seqlens.as<int32_t>(), a.leftpad = call.leftpad.as<int32_t>();
+  auto* const words = call.workspace.as<int32_t>();
+  a.counters = reinterpret_cast<uint32_t*>(words) + 32;
+  a.parts = reinterpret_cast<float*>(words + kChainCounters);
+  if (call.cos) {
+    a.cos = call.cos.data, a.sin = call.sin.data, a.half = static_cast<int>(call.cos.size(1));
+    a.positions = static_cast<int>(call.cos.size(0));
+    a.cos_row = call.cos.stride(0), a.sin_row = call.sin.stride(0);
+  }
+  const int64_t parts = int64_t{a.blocks} * chain::kHeads * (dim + 2);
+  return a.splits > 0 && items <= kChainCounters - 32 &&
+         call.workspace.numel >= kChainCounters + parts;
 }
 
 }  // namespace
@@ -61,7 +102,7 @@ const char* few_rows_chain_cuda(const FewRowsChain& call, void* stream) {
   p.count = static_cast<int>(call.outs.count);
   p.eps = call.eps, p.offset = call.offset, p.counter = call.workspace.as<u64>();
   bool small = false;
-  int64_t weight = 0, bias = 0, zero = 0, norm = 0, residual = 0;
+  int64_t weight = 0, bias = 0, zero = 0, norm = 0, residual = 0, cache = 0;
   for (int i = 0; i < p.count; ++i) {
     Phase& phase = p.phases[i];
     const PhaseKind kind(call.kinds, i);
@@ -72,6 +113,13 @@ const char* few_rows_chain_cuda(const FewRowsChain& call, void* stream) {
     phase.width = static_cast<int>(out.columns()), phase.k = static_cast<int>(x.columns());
     phase.count = kind.weights, phase.activation = kind.activation;
     phase.has_zeros = kind.zeros;
+    if (kind.weights == 0) {
+      const TensorView &keys = call.caches[cache++], &values = call.caches[cache++];
+      phase.caches = {keys.data, values.data, keys.stride(1)};
+      if (!set_attended(p.attended, call, keys, phase.width, gpu.processors))
+        return "too many heads for this GPU, or too small a workspace";
+      continue;
+    }
     phase.tiles_k = static_cast<int>(ceil_div(phase.k, 64));
     phase.groups = static_cast<int>(call.scales[weight].size(1));
     phase.half_scales = call.scales[weight].dtype == Dtype::f16;

@@ -8,14 +8,48 @@
 
 namespace flexops {
 
-inline void few_rows_chain__host(Host& host, const TensorView& x, const TensorViews& xs,
-                                 const TensorViews& weights, const TensorViews& scales,
-                                 const TensorViews& zeros, const TensorViews& biases,
-                                 const TensorViews& norms, const TensorViews& residuals,
-                                 const TensorViews& outs, const TensorView& workspace, double eps,
-                                 double offset, int64_t kinds) {
-  FLEXOPS_CHECK(outs.count >= 1 && outs.count <= kMostPhases, host.op, ": outs must be 1 to ",
-                kMostPhases, " tensors, got ", outs.count);
+/// An attention of `x`: queries, keys and values of all heads. `first`: the keys of the first one,
+/// `width` the columns of its result.
+inline void check_attended(Host& host, const FewRowsChain& call, const TensorView& x,
+                           const TensorView& out, const TensorView& k, const TensorView& v,
+                           const TensorView& first, int64_t width) {
+  const auto fits = [&](bool right, const char* what) {
+    FLEXOPS_CHECK(right, host.op, ": ", what, " of an attention do not fit the others");
+  };
+  bool right = k.dim == 4 && v.dim == 4 && first.dim == 4 && out.rows() == 1;
+  for (const TensorView* one : {&k, &v}) {
+    for (int64_t d = 0; right && d < 4; ++d) right = one->size(d) == first.size(d);
+    right = right && one->size(0) == 1 && one->dtype == out.dtype && one->stride(3) == 1 &&
+            one->stride(2) == one->size(3) && one->stride(1) == k.stride(1) && aligned(one->data);
+  }
+  fits(right && k.stride(1) % 8 == 0, "caches");
+  const int64_t heads_k = k.size(2), dim = k.size(3), heads = dim > 0 ? width / dim : 0;
+  fits((dim == 32 || dim == 64 || dim == 128 || dim == 256) && heads_k > 0 && heads > 0 &&
+           heads % heads_k == 0 && out.columns() == heads * dim && width == heads * dim &&
+           x.columns() == (heads + 2 * heads_k) * dim && x.is_contiguous(),
+       "heads");
+  fits(call.seqlens && call.seqlens.numel == 1 && (!call.leftpad || call.leftpad.numel == 1),
+       "lengths");
+  const TensorView &cos = call.cos, &sin = call.sin;
+  const auto turns = [&](const TensorView& one) {
+    return one.dim == 2 && 2 * one.size(1) <= dim && one.size(1) % 8 == 0 &&
+           one.dtype == out.dtype && one.stride(1) == 1 && one.stride(0) % 8 == 0 &&
+           one.size(0) == cos.size(0) && one.size(1) == cos.size(1) && aligned(one.data);
+  };
+  fits(static_cast<bool>(cos) == static_cast<bool>(sin) && (!cos || (turns(cos) && turns(sin))),
+       "tables");
+}
+
+inline void few_rows_chain__host(
+    Host& host, const TensorView& x, const TensorViews& xs, const TensorViews& weights,
+    const TensorViews& scales, const TensorViews& zeros, const TensorViews& biases,
+    const TensorViews& norms, const TensorViews& residuals, const TensorViews& caches,
+    const TensorViews& outs, const TensorView& cos, const TensorView& sin,
+    const TensorView& seqlens, const TensorView& leftpad, const TensorView& workspace, double eps,
+    double offset, double scale, int64_t kinds0, int64_t kinds1, int64_t kinds2, int64_t kinds3) {
+  const int64_t most = caches.count > 0 ? kMostPhases : kMostProducts;
+  FLEXOPS_CHECK(outs.count >= 1 && outs.count <= most, host.op, ": outs must be 1 to ", most,
+                " tensors, got ", outs.count);
   FLEXOPS_CHECK(xs.count == outs.count - 1, host.op, ": xs must be ", outs.count - 1,
                 " tensors, got ", xs.count);
   const int64_t m = x.rows();
@@ -23,10 +57,29 @@ inline void few_rows_chain__host(Host& host, const TensorView& x, const TensorVi
                 " rows, got shape ", shape_text(x));
   FLEXOPS_CHECK(workspace.numel >= 2 && aligned(workspace.data), host.op,
                 ": workspace must be 2 numbers at least");
-  int64_t weight = 0, zero = 0, bias = 0, norm = 0, residual = 0;
+  const FewRowsChain call = {x,
+                             xs,
+                             weights,
+                             scales,
+                             zeros,
+                             biases,
+                             norms,
+                             residuals,
+                             outs,
+                             caches,
+                             cos,
+                             sin,
+                             seqlens,
+                             leftpad,
+                             workspace,
+                             static_cast<float>(eps),
+                             static_cast<float>(offset),
+                             static_cast<float>(scale),
+                             {kinds0, kinds1, kinds2, kinds3}};
+  int64_t weight = 0, zero = 0, bias = 0, norm = 0, residual = 0, cache = 0, width = 0;
   bool small = false;  // groups of 32, which one chain has all or none of
   for (int64_t i = 0; i < outs.count; ++i) {
-    const PhaseKind kind(kinds, i);
+    const PhaseKind kind(call.kinds, i);
     const TensorView &from = i == 0 ? x : xs[i - 1], &out = outs[i];
     const int64_t k = from.columns(), tiles_k = ceil_div(k, 64);
     const auto fits = [&](bool right, const char* what) {
@@ -34,8 +87,14 @@ inline void few_rows_chain__host(Host& host, const TensorView& x, const TensorVi
     };
     fits(from.rows() == m && out.rows() == m && aligned(from.data), "rows");
     fits(out.is_contiguous(), "outs");
-    fits(kind.four_bits && kind.weights >= 1 &&
-             (kind.activation == kFewNone || kind.weights == 2) &&
+    if (kind.weights == 0) {
+      fits(cache + 2 <= caches.count, "caches");
+      if (width == 0) width = out.columns();
+      check_attended(host, call, from, out, caches[cache], caches[cache + 1], caches[0], width);
+      cache += 2;
+      continue;
+    }
+    fits((kind.activation == kFewNone || kind.weights == 2) &&
              weight + kind.weights <= weights.count && weight + kind.weights <= scales.count,
          "weights");
     int64_t before = 0;
@@ -81,10 +140,7 @@ inline void few_rows_chain__host(Host& host, const TensorView& x, const TensorVi
       ++residual;
     }
   }
-  host.check(
-      few_rows_chain_cuda({x, xs, weights, scales, zeros, biases, norms, residuals, outs, workspace,
-                           static_cast<float>(eps), static_cast<float>(offset), kinds},
-                          host.stream()));
+  host.check(few_rows_chain_cuda(call, host.stream()));
 }
 
 }  // namespace flexops

@@ -1,7 +1,8 @@
-"""The products between two attentions of a decode step as one kernel
+"""The products and attentions of a decode step, several layers' in one kernel
 (:mod:`flexops.ops.few_rows_chain`).
 
-Within a step a product only records what it computes, and gives its result unwritten. The first
+Within a step a product only records what it computes, and gives its result unwritten; so does an
+attention whose queries, keys and values are such a result. The first
 operator that is neither a view nor an allocation has what was recorded computed before itself, so
 a model's own code between products always reads written tensors.
 """
@@ -17,7 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import TorchDispatchMode
-from ..ops.few_rows_chain import MOST_PHASES, WORKSPACE, Phase, common, few_rows_chain_, runs_on
+from ..ops.few_rows_chain import (
+    MOST_PHASES,
+    MOST_PRODUCTS,
+    WORKSPACE,
+    Attention,
+    Phase,
+    attends,
+    common,
+    few_rows_chain_,
+    runs_on,
+)
 from .state import state
 
 _aten: Any = torch.ops.aten
@@ -54,15 +65,42 @@ class Queue(TorchDispatchMode):
     def __init__(self, workspace: Tensor) -> None:
         super().__init__()
         self._workspace = workspace
-        self._phases: list[Phase] = []
+        self._phases: list[Phase | Attention] = []
         self._common: list[Any] = []
 
-    def add(self, phase: Phase, norm: tuple[float, float]) -> Tensor:
-        """Record a product; ``norm``: its ``eps`` and ``offset``. Gives its result."""
-        found = [norm if phase.norm is not None else None, *common(phase)]
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        lengths: tuple[Tensor, Tensor | None],
+        scale: float | None,
+    ) -> Tensor | None:
+        """Record an attention of one token of each sequence, ``[batch, 1, heads, head_dim]``; the
+        rest: as of :class:`Attention`. Gives its result, or None: not recorded."""
+        x = self._phases[-1].out if self._phases else None
+        if x is None or not _side_by_side(x, query, key, value):
+            return None
+        out = x.new_empty(query.shape)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        rows = out.flatten(1), x.flatten(1)
+        phase = Attention(*rows, keys, values, rotary, *lengths, scale)
+        if not attends(phase):
+            return None
+        self.add(phase)
+        return out
+
+    def add(self, phase: Phase | Attention, norm: tuple[float, float] | None = None) -> Tensor:
+        """Record a phase; ``norm``: a product's ``eps`` and ``offset``. Gives its result."""
+        normed = isinstance(phase, Phase) and phase.norm is not None
+        found = [norm if normed else None, *common(phase)]
         pairs = list(zip(found, self._common or found, strict=True))
         differs = any(None not in pair and pair[0] != pair[1] for pair in pairs)
-        if differs or len(self._phases) == MOST_PHASES:
+        most = MOST_PRODUCTS if pairs[-1] == (None, None) else MOST_PHASES
+        if differs or len(self._phases) == most:
             self.run()
             pairs = list(zip(found, found, strict=True))
         self._common = [one if other is None else other for one, other in pairs]
@@ -83,6 +121,18 @@ class Queue(TorchDispatchMode):
         if func not in _PASS:
             self.run()
         return func(*args, **(kwargs or {}))
+
+
+def _side_by_side(x: Tensor, *parts: Tensor) -> bool:
+    """Whether the heads of these, ``[batch, 1, heads, head_dim]``, are the columns of x."""
+    place, size, dim = x.data_ptr(), x.element_size(), parts[0].shape[-1]
+    for one in parts:
+        if one.data_ptr() != place or one.stride()[2:] != (dim, 1) or one.shape[-1] != dim:
+            return False
+        if one.shape[0] > 1 and one.stride(0) != x.shape[-1]:
+            return False
+        place += one.shape[2] * dim * size
+    return place == x.data_ptr() + x.shape[-1] * size
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import GenerationError
 from ..ops.kvcache_attention import attention_with_kvcache
-from .state import CACHE_LAYER, Tables
+from .state import CACHE_LAYER, Tables, state
 
 try:
     from transformers.cache_utils import Cache as Cache
@@ -255,6 +255,14 @@ class KVCacheLayer(CacheLayerMixin):
         self, query: Tensor, key: Tensor, value: Tensor, cos: Any, sin: Any, **options: Any
     ) -> Tensor:
         keys, values = (kept[:, : self.store.bucket] for kept in self._kept())
+        special = (options["window_size"][0], options["softcap"], options["sinks"])
+        if state.queue is not None and special == (-1, 0.0, None):
+            rotary = None if cos is None else (cos, sin)
+            lengths = self.store.lengths, self.store.padding
+            given = query, key, value, keys, values, rotary, lengths
+            made: Tensor | None = state.queue.attend(*given, options["softmax_scale"])
+            if made is not None:
+                return made
         result = attention_with_kvcache(
             query,
             keys,

@@ -167,7 +167,7 @@ def _fail(message: str) -> None:
     raise ValueError(f"{_NAME}: {message}")
 
 
-def _check(
+def check(
     q: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, rotary_cos: Any, rotary_sin: Any,
     cache_seqlens: Any, length: int, cache_batch_idx: Any, cache_leftpad: Any, block_table: Any,
     *numbers: Any,
@@ -326,19 +326,19 @@ def _fake(q: Tensor, _k_cache: Tensor, v_cache: Tensor, *_: Any) -> tuple[Tensor
     )
 
 
-define("kvcache_attention_", _reference, _fake, check=_check, function="attention_with_kvcache")
+define("kvcache_attention_", _reference, _fake, check=check, function="attention_with_kvcache")
 
 
-def _by_attention(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def composed(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """The same, on a CPU by attention's own kernels."""
     return _reference(q, *rest, attend=attention_reference if q.is_cuda else by_kernels)
 
 
 define(
     "kvcache_attention_composed_",
-    _by_attention,
+    composed,
     _fake,
-    check=_check,
+    check=check,
     function="attention_with_kvcache",
 )
 _by_kernels = caller(torch.ops.flexops.kvcache_attention_.default)

@@ -211,19 +211,28 @@ A_CHAIN = (
 )
 
 
+ATTENTION = f"{CHAINS}::test_attention_is_float64s"
+AN_ATTENTION = f"{ATTENTION}[(5, 1, 32, 450, 449, 32)-torch.bfloat16]"
+
+
 @pytest.mark.parametrize(
-    ("selection", "order", "count"),
+    ("selection", "order", "processors", "count"),
     [
-        ([A_CHAIN], "forward", 1),
-        pytest.param([A_CHAIN], "reversed", 1, marks=pytest.mark.extra),
-        pytest.param([CHAINS, "-k", "112 or 4480 or 8512"], "forward", 32, marks=pytest.mark.slow),
-        pytest.param([CHAINS, "-k", "112 and bfloat16"], "reversed", 12, marks=pytest.mark.slow),
+        ([A_CHAIN], "forward", 3, 1),
+        ([AN_ATTENTION], "forward", 13, 1),  # of two splits
+        pytest.param([A_CHAIN], "reversed", 3, 1, marks=pytest.mark.extra),
+        pytest.param([AN_ATTENTION], "reversed", 7, 1, marks=pytest.mark.extra),  # of one
+        pytest.param(
+            [CHAINS, "-k", "112 or 4480 or 8512"], "forward", 3, 32, marks=pytest.mark.slow
+        ),
+        pytest.param([CHAINS, "-k", "112 and bfloat16"], "reversed", 3, 12, marks=pytest.mark.slow),
+        pytest.param([ATTENTION, "-k", "not 33"], "reversed", 34, 18, marks=pytest.mark.slow),
     ],
 )
-def test_chains_of_products(machine, selection, order, count):
+def test_chains(machine, selection, order, processors, count):
     """Blocks that wait for each other, and bulk copies to a ring of stages, of which partial ones
     are read whole. In the reversed order the newest copy arrives first."""
-    gpu = {"STAND_IN_GPUS": "90", "STAND_IN_SMS": "3", "STAND_IN_UNWRITTEN": "nan"}
+    gpu = {"STAND_IN_GPUS": "90", "STAND_IN_SMS": str(processors), "STAND_IN_UNWRITTEN": "nan"}
     assert emulated(machine, *selection, STAND_IN_ORDER=order, **gpu) == count
 
 

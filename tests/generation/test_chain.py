@@ -38,10 +38,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def steps(model: Any) -> tuple[Tensor, Tensor]:
+def steps(model: Any, sequences: int = 2) -> tuple[Tensor, Tensor]:
     """The tokens of a few steps, and the logits of each. Products of 4 bits are computed by the
     chain's reference; kernels for the CPU sum in another order."""
-    tokens, logits = torch.arange(3, 21).view(2, 9), []
+    tokens, logits = torch.arange(3, 21).view(sequences, -1), []
     own = step.logits_of
 
     def kept(*args: Any) -> Tensor:
@@ -55,31 +55,36 @@ def steps(model: Any) -> tuple[Tensor, Tensor]:
     return found, torch.stack(logits)
 
 
-def without(monkeypatch: pytest.MonkeyPatch, model: Any) -> tuple[Tensor, Tensor]:
+def without(
+    monkeypatch: pytest.MonkeyPatch, model: Any, sequences: int = 2
+) -> tuple[Tensor, Tensor]:
     with monkeypatch.context() as patch:
         patch.setattr(chain, "runs_on", lambda _: False)
-        return steps(model)
+        return steps(model, sequences)
 
 
 LAUNCHES = {
-    "llama": [1, 4, 3],  # q, k and v; what follows an attention; the same before the head
-    "mistral": [1, 4, 3],
-    "qwen3": [1, 4, 3],
-    "gemma3": [1, 1, 2, 1, 1, 2],
-    "gpt_oss": [1, 1, 1, 1],
+    ("llama", 2): [1, 4, 3],  # q, k and v; what follows an attention; the same before the head
+    ("llama", 1): [10],  # with attention
+    ("mistral", 1): [1, 4, 3],  # its attention has a window
+    ("qwen3", 1): [1, 4, 3],  # its queries are normalized
+    ("gemma3", 2): [1, 1, 2, 1, 1, 2],
+    ("gpt_oss", 2): [1, 1, 1, 1],
 }
+HEAD_DIM = {"head_dim": 32}  # the least that has attention in the same kernel
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize(("name", "sequences"), LAUNCHES)
 def test_steps_compute_the_same(
-    name: str, launches: list[int], monkeypatch: pytest.MonkeyPatch
+    name: str, sequences: int, launches: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny.model(name, torch.bfloat16).eval()
+    changes = {} if sequences == 2 else HEAD_DIM
+    model = tiny.model(name, torch.bfloat16, **changes).eval()
     flexops.patch(model, weights=INT4)
-    expected = without(monkeypatch, model)
+    expected = without(monkeypatch, model, sequences)
     assert not launches
-    found = steps(model)
-    assert launches == LAUNCHES[name] * (NEW - 1)
+    found = steps(model, sequences)
+    assert launches == LAUNCHES[name, sequences] * (NEW - 1)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
@@ -136,14 +141,39 @@ def workspace() -> Tensor:
 
 
 def test_more_products_than_a_launch_takes(launches: list[int]) -> None:
-    phases = products(few_rows_chain.MOST_PHASES + 2)
+    phases = products(few_rows_chain.MOST_PRODUCTS + 2)
     with chain.Queue(workspace()) as queue:
         record(queue, phases)
-        assert launches == [few_rows_chain.MOST_PHASES]
+        assert launches == [few_rows_chain.MOST_PRODUCTS]
         queue.run()
-    assert launches == [few_rows_chain.MOST_PHASES, 2]
+    assert launches == [few_rows_chain.MOST_PRODUCTS, 2]
     for phase in phases:
         assert torch.equal(phase.out, few_rows.composed(phase.x, phase.weights))
+
+
+def test_layers_that_one_launch_does_not_take(
+    launches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.model("llama", torch.bfloat16, num_hidden_layers=7, **HEAD_DIM).eval()
+    flexops.patch(model, weights=INT4)
+    expected = without(monkeypatch, model, 1)
+    found = steps(model, 1)
+    assert launches == [few_rows_chain.MOST_PHASES, 35 - few_rows_chain.MOST_PHASES] * (NEW - 1)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_attention_of_what_was_not_recorded(launches: list[int]) -> None:
+    """Queries, keys and values that are not the last product's result, as it lies, are computed
+    apart."""
+    (product,) = products(1)
+    x = product.out
+    rest = torch.zeros(1, 9, 1, 32), torch.zeros(1, 9, 1, 32), None, (torch.zeros(1), None), None
+    with chain.Queue(workspace()) as queue:
+        assert queue.attend(*[x.view(1, 1, 1, 32)] * 3, *rest) is None  # nothing is recorded
+        record(queue, [product])
+        parts = x.view(1, 1, 1, 32)
+        assert queue.attend(parts, parts, parts, *rest) is None
+        assert not launches
 
 
 def test_products_that_one_launch_does_not_take(launches: list[int]) -> None:

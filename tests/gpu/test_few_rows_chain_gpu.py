@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import flexops
-from flexops.ops import few_rows_chain, int4_linear
-from flexops.ops.few_rows_chain import WORKSPACE, Phase, few_rows_chain_
+from flexops.ops import few_rows_chain, int4_linear, kvcache_attention
+from flexops.ops.few_rows_chain import WORKSPACE, Attention, Phase, attends, few_rows_chain_
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -159,6 +159,86 @@ def test_launches_follow_each_other_in_a_graph():
                 phase.out.fill_(torch.nan)
         graph.replay()
         assert all(map(torch.equal, found, (phase.out for phases in layers for phase in phases)))
+
+
+def attention(
+    x: Tensor, heads: int, heads_k: int, dim: int, length: int, padding: int | None, turned: int,
+    capacity: int = 600,
+) -> Attention:  # fmt: skip
+    """Of a part of longer caches; ``turned``: columns that the rotary embedding turns."""
+    keys, values = (
+        torch.randn(1, capacity + 8, heads_k, dim, device=CUDA).to(x.dtype)[:, :capacity]
+        for _ in range(2)
+    )
+    angles = torch.rand(capacity + 8, turned // 2, device=CUDA) * 6.3
+    tables = torch.cat([angles.cos(), angles.sin()], -1).to(x.dtype).chunk(2, -1)
+    whole = [
+        None if one is None else torch.tensor([one], dtype=torch.int32, device=CUDA)
+        for one in (length, padding)
+    ]
+    out = torch.full((1, heads * dim), torch.nan, dtype=x.dtype, device=CUDA)
+    rotary = tuple(tables) if turned else None
+    return Attention(out, x, keys, values, rotary, *whole, dim**-0.5)  # type: ignore[arg-type]
+
+
+def attended(phase: Attention) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, and both caches, in float64."""
+    given = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+             for x in few_rows_chain._attended(phase)]  # fmt: skip
+    caches = [one.clone() for one in given[1:3]]
+    out, _ = kvcache_attention._reference(given[0], *caches, *given[3:])
+    return out.view(len(out), -1), *caches
+
+
+ATTENTIONS = [
+    (32, 8, 128, 511, None, 128),
+    (32, 8, 128, 512, 70, 128),
+    (32, 8, 64, 599, 0, 64),
+    (8, 8, 128, 0, None, 128),
+    (4, 4, 32, 2, 5, 0),  # padding hides the new token
+    (6, 2, 256, 130, 7, 64),
+    (10, 2, 64, 300, None, 48),
+    (5, 1, 32, 450, 449, 32),
+    (5, 1, 32, 600, None, 32),  # a full cache takes no token
+    (128, 64, 64, 333, None, 64),  # one split
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", ATTENTIONS, ids=str)
+def test_attention_is_float64s(case, dtype):
+    """As the first phase of a launch, and behind and before a product."""
+    torch.manual_seed(0)
+    heads, heads_k, dim, length, padding, turned = case
+    hidden = 192
+    workspace = torch.zeros(WORKSPACE, dtype=torch.int32, device=CUDA)
+    x = torch.randn(1, hidden, device=CUDA).to(dtype)
+    qkv = torch.full((1, (heads + 2 * heads_k) * dim), torch.nan, dtype=dtype, device=CUDA)
+    project = Phase(qkv, x, [int4(qkv.shape[1], hidden, 64, False, dtype)], [], None, None, 0)
+    capacity = 400 if heads_k == 64 else 600
+    phase = attention(qkv, heads, heads_k, dim, length, padding, turned, capacity)
+    assert attends(phase)
+    end = Phase(torch.empty_like(x), phase.out, [int4(hidden, heads * dim, 32 if dim == 32 else 64,
+                False, dtype)], [], None, None, 0)  # fmt: skip
+    kept = phase.keys.clone(), phase.values.clone()
+    few_rows_chain_([project], workspace)
+    exact, keys, values = attended(phase)
+    chains = [[phase], [project, phase], [project, phase, end] if dim > 32 else [phase]]
+    found = []
+    for phases in chains + chains:
+        phase.keys.copy_(kept[0]), phase.values.copy_(kept[1])
+        phase.out.fill_(torch.nan)
+        few_rows_chain_(phases, workspace)
+        # of no token that is seen: zeros
+        assert (phase.out.double() - exact).norm() <= BOUNDS[dtype][0] * exact.norm()
+        assert (phase.keys.double() - keys).norm() < BOUNDS[dtype][0] * keys.norm()
+        assert torch.equal(phase.values.double(), values)
+        found.append(phase.out.clone())
+    assert all(torch.equal(found[0], one) for one in found)
+    if dim > 32:
+        exact = wanted(end, 0.0)
+        assert (end.out.double() - exact).norm() < BOUNDS[dtype][0] * exact.norm()
 
 
 @torch.no_grad()

@@ -14,10 +14,13 @@ from torch import Tensor
 
 import flexops
 from flexops.generation import decoder
+from flexops.ops import few_rows_chain
+from flexops.patching import Int4Config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("transformers_models")]
 NAMES = ["llama", "mistral", "qwen3", "gemma2", "gemma3", "phi3"]
 NEW = 40
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 
 
 def made(name: str = "llama", **changes: Any) -> Any:
@@ -204,12 +207,12 @@ def test_threads_have_graphs_of_their_own():
     assert all(torch.equal(one, expected) for one in found)
 
 
-def test_a_layer_is_seven_kernels_or_fewer():
-    """Counted as the difference of two models, of two and six layers."""
+def kernels_of_a_step(**options: Any) -> Counter[str]:
+    """Of one layer, by name: the difference of two models, of two and six layers. One sequence."""
 
     def counts(layers: int) -> Counter[str]:
-        model = made(num_hidden_layers=layers, hidden_size=256, head_dim=64)
-        flexops.patch(model)
+        model = made(num_hidden_layers=layers, **WIDE)
+        flexops.patch(model, **options)
         inputs = prompts(rows=1)
         calls = []
         for tokens in (9, 17):
@@ -222,5 +225,28 @@ def test_a_layer_is_seven_kernels_or_fewer():
         return calls[1] - calls[0]
 
     few, many = counts(2), counts(6)
-    layer = {name: (count - few[name]) / 8 / 4 for name, count in many.items()}
+    return Counter({name: (many[name] - few[name]) / 8 / 4 for name in many | few})  # type: ignore[misc]
+
+
+def test_a_layer_is_seven_kernels_or_fewer():
+    layer = kernels_of_a_step()
     assert 5 <= sum(layer.values()) <= 7, layer
+
+
+def test_several_layers_of_4_bits_are_one_kernel():
+    """Six take a launch more than two."""
+    if not few_rows_chain.runs_on(torch.device("cuda")):
+        pytest.skip("runs on 9.0 and newer")
+    layer = kernels_of_a_step(weights=Int4Config(group_size=64))
+    assert sum(layer.values()) == 1 / 4, layer
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("padding", [False, True])
+def test_steps_of_4_bits_give_likely_tokens(rows, padding):
+    """Of one sequence attention is in the same kernel as the products."""
+    model, inputs = made(**WIDE), prompts(padding, rows)
+    flexops.patch(model, weights=Int4Config(group_size=64))
+    tokens = flexops.generate(model, **inputs, max_new_tokens=NEW, eos_token_id=())
+    assert not decoder.decoder_of(model).refused
+    assert_likely(model, tokens, inputs)

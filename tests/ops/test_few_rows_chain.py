@@ -1,4 +1,4 @@
-"""Products of a few rows, one after another."""
+"""Products of a few rows and attentions, one after another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from torch import Tensor
 
 import flexops
 from flexops.ops import few_rows, few_rows_chain
-from flexops.ops.few_rows_chain import MOST_PHASES, WORKSPACE, Phase, few_rows_chain_
+from flexops.ops.few_rows_chain import (
+    MOST_CACHED,
+    MOST_PRODUCTS,
+    WORKSPACE,
+    Attention,
+    Phase,
+    few_rows_chain_,
+)
 
 
 def half(*shape: int, scale: float = 1.0) -> Tensor:
@@ -70,11 +77,20 @@ def given(**changes: Any) -> list[Any]:
         "biases": [],
         "norms": [norm],
         "residuals": [x],
+        "caches": [],
         "outs": [half(1, 96), half(1, 64)],
+        "cos": None,
+        "sin": None,
+        "seqlens": None,
+        "leftpad": None,
         "workspace": workspace(),
         "eps": 1e-6,
         "offset": 0.0,
-        "kinds": (2 | 1 << 2 | 0b01011 << 4) | (1 | 0b10001 << 4) << 10,
+        "scale": 0.0,
+        "kinds0": (2 | 1 << 2 | 0b0101 << 4) | (1 | 0b1000 << 4) << 8,
+        "kinds1": 0,
+        "kinds2": 0,
+        "kinds3": 0,
     }
     return list((arguments | changes).values())
 
@@ -83,20 +99,20 @@ def given(**changes: Any) -> list[Any]:
     ("changes", "message"),
     [
         ({"outs": []}, "outs must be 1 to 6 tensors, one more than xs, got 0"),
-        ({"outs": [half(1, 96)] * (MOST_PHASES + 1)}, "got 7"),
+        ({"outs": [half(1, 96)] * (MOST_PRODUCTS + 1)}, "got 7"),
         ({"weights": []}, "weights must hold as many tensors as kinds="),
         ({"scales": []}, "scales must hold as many"),
         ({"zeros": []}, "zeros must hold as many"),
         ({"norms": []}, "norms must hold as many"),
         ({"residuals": []}, "residuals must hold as many"),
         ({"biases": [half(96)]}, "there are more tensors, or fewer phases, than kinds="),
-        ({"kinds": given()[12] | 1 << 20}, "there are more tensors, or fewer phases"),
+        ({"kinds0": given()[18] | 1 << 20}, "there are more tensors, or fewer phases"),
         ({"outs": [half(1, 96), half(2, 64)]}, r"phase's out must have shape \[1, 64\]"),
         ({"residuals": [half(2, 64)]}, r"phase's residual must have shape \[1, 64\]"),
         ({"norms": [half(48)]}, r"phase's norm must have shape \[64\]"),
         ({"x": half(17, 64)}, "at most 8 rows"),
         ({"outs": [half(1, 96), half(1, 48)]}, r"packed must have shape"),
-        ({"workspace": workspace()[:4]}, "workspace must have 64 elements, got 4"),
+        ({"workspace": workspace()[:4]}, "workspace must have 262144 elements, got 4"),
     ],
     ids=lambda one: "" if isinstance(one, str) else next(iter(one)),
 )
@@ -104,6 +120,81 @@ def test_errors_name_what_does_not_fit(changes, message):
     torch.ops.flexops.few_rows_chain_(*given())
     with pytest.raises(ValueError, match=message):
         torch.ops.flexops.few_rows_chain_(*given(**changes))
+
+
+def attention(x: Tensor, heads: int = 4, heads_k: int = 2, dim: int = 32) -> Attention:
+    keys, values = (half(len(x), 50, heads_k, dim)[:, :40] for _ in range(2))
+    lengths, padding = torch.tensor([[30], [3]], dtype=torch.int32)
+    rotary: Any = half(40, 32).chunk(2, -1)
+    return Attention(half(len(x), heads * dim), x, keys, values, rotary, lengths, padding, 0.2)
+
+
+def test_attention_is_that_of_the_operator():
+    """Behind the product whose result it takes; each appends a token to caches of its own."""
+    torch.manual_seed(0)
+    x, qkv = half(1, 64), half(1, 256)
+    product = Phase(qkv, x, [int4(256, 64)], [], None, None, 0)
+    phase = attention(qkv)
+    caches = [one.clone() for one in (phase.keys, phase.values)]
+    few_rows_chain_([product, phase], workspace())
+    q, k, v = qkv.view(1, 1, 8, 32).split([4, 2, 2], 2)
+    expected = flexops.attention_with_kvcache(
+        q, *caches, k, v, *phase.rotary, cache_seqlens=phase.seqlens, cache_leftpad=phase.leftpad,
+        softmax_scale=0.2, rotary_interleaved=False, rotary_from_leftpad=True,
+    )  # fmt: skip
+    assert torch.equal(phase.out, expected.view(1, -1))
+    assert torch.equal(phase.keys, caches[0])
+    assert torch.equal(phase.values, caches[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"caches": []}, "caches must hold as many tensors as kinds="),
+        (
+            {"caches": [half(1, 9, 2, 48)] * 2},
+            r"caches must be two of \[1, capacity, key heads,",
+        ),
+        ({"outs": [half(1, 96)]}, "an attention's out must be of heads of 32, got"),
+        ({"x": half(1, 224)}, "an attention's x must have 256 columns, got"),
+        ({"seqlens": None}, "seqlens must be given with an attention"),
+        ({"seqlens": torch.zeros(2, dtype=torch.int32)}, r"cache_seqlens must have shape"),
+        ({"cos": half(9, 40)}, r"rotary_cos must have shape"),
+    ],
+    ids=lambda one: "" if isinstance(one, str) else next(iter(one)),
+)
+def test_errors_of_attention(changes, message):
+    lengths = torch.zeros(1, dtype=torch.int32)
+    attended: dict[str, Any] = {
+        name: [] for name in ("xs", "weights", "scales", "zeros", "norms", "residuals")
+    }
+    attended |= {"x": half(1, 256), "outs": [half(1, 128)], "seqlens": lengths, "kinds0": 0}
+    attended |= {"caches": [half(1, 9, 2, 32) for _ in range(2)]}
+    attended |= {"cos": half(9, 16), "sin": half(9, 16)}
+    torch.ops.flexops.few_rows_chain_(*given(**attended))
+    with pytest.raises(ValueError, match=message):
+        torch.ops.flexops.few_rows_chain_(*given(**(attended | changes)))
+
+
+def test_what_attention_the_kernel_computes():
+    phase = attention(half(1, 256))
+    attends = few_rows_chain.attends
+    assert attends(phase)
+    assert attends(phase._replace(rotary=None, leftpad=None))
+    assert not attends(attention(half(2, 256)))
+    assert not attends(attention(half(1, 384), dim=48))
+    assert not attends(phase._replace(rotary=tuple(one.float() for one in phase.rotary)))
+    assert not attends(phase._replace(rotary=tuple(one[:, :12] for one in phase.rotary)))
+    assert not attends(phase._replace(keys=phase.keys.float(), values=phase.values.float()))
+    assert not attends(
+        phase._replace(keys=phase.keys.transpose(1, 2).contiguous().transpose(1, 2))
+    )  # of other strides
+    one = phase.keys[:1, :1]
+    most = MOST_CACHED // (4 * one.numel())
+    for tokens in (most, most + 1):
+        long = one.expand(1, tokens, 2, 32)
+        single = attention(half(1, 256))._replace(keys=long, values=long)
+        assert attends(single) == (tokens == most)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])

@@ -644,15 +644,22 @@ CATALOG: tuple[OpSpec, ...] = (
         "few_rows_chain",
         _op(
             "few_rows_chain_(Tensor x, Tensor[] xs, Tensor[] weights, Tensor[] scales, Tensor[]"
-            " zeros, Tensor[] biases, Tensor[] norms, Tensor[] residuals, Tensor(a!)[] outs,"
-            " Tensor(b!) workspace, float eps, float offset, int kinds) -> ()",
+            " zeros, Tensor[] biases, Tensor[] norms, Tensor[] residuals, Tensor(c!)[] caches,"
+            " Tensor(a!)[] outs, Tensor? cos, Tensor? sin, Tensor? seqlens, Tensor? leftpad,"
+            " Tensor(b!) workspace, float eps, float offset, float scale, int kinds0, int"
+            " kinds1, int kinds2, int kinds3) -> ()",
             dtypes={
                 "x": ("float16", "bfloat16"),
+                "cos": _FLOATS,
+                "sin": _FLOATS,
+                "seqlens": ("int32",),
+                "leftpad": ("int32",),
                 "weights": ("uint8",),
                 "scales": ("float16", "bfloat16"),
                 "zeros": ("float16",),
                 "workspace": ("int32",),
             },
+            strided={"caches": "any", "cos": "columns", "sin": "columns"},
             hidden=True,
         ),
         hip=False,
