@@ -11,6 +11,12 @@ namespace flexops {
 
 FLEXOPS_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 FLEXOPS_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+/// Rounded up.
+FLEXOPS_INLINE int log2_of(int64_t value) {
+  int log = 0;
+  while (int64_t{1} << log < value) ++log;
+  return log;
+}
 FLEXOPS_INLINE bool aligned(const void* pointer, int64_t bytes = 16) {
   return reinterpret_cast<uintptr_t>(pointer) % static_cast<uintptr_t>(bytes) == 0;
 }

@@ -13,11 +13,6 @@ using Products = chain::Params<kMostProducts>;
 using chain::Phase;
 static_assert(chain::kMostPhases == kMostPhases && chain::kMostProducts == kMostProducts, "limits");
 
-int log2_of(int64_t value) {
-  int log = 0;
-  while (int64_t{1} << log < value) ++log;
-  return log;
-}
 int64_t rounded_up(int64_t bytes) { return ceil_div(bytes, int64_t{128}) * 128; }
 
 /// Where shared memory's parts are, with as many stages as have room; returns its bytes.

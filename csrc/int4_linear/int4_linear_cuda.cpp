@@ -26,12 +26,6 @@ struct Plan {
   int cluster;  // blocks that share the columns
 };
 
-int log2_of(int64_t value) {
-  int log = 0;
-  while (int64_t{1} << log < value) ++log;
-  return log;
-}
-
 /// How many clusters of so many blocks run at once, less a few: parts of an H200 differ in their
 /// numbers of processors.
 int clusters_of(int size, int processors) {

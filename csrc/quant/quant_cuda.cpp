@@ -20,12 +20,6 @@ constexpr int64_t kPiece =
 /// Bytes of a 16-byte vector's codes.
 int64_t code_bytes(const QuantLayout& l) { return 16 / element_size(l.type) * l.bits / 8; }
 
-int log2_of(int64_t value) {
-  int out = 0;
-  while ((int64_t{1} << out) < value) ++out;
-  return out;
-}
-
 /// For what is less than 2^31, whatever it is divided by.
 Divisor quick(int64_t by) { return make_divisor(by < kDivisible ? by : kDivisible); }
 
