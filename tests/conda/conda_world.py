@@ -72,9 +72,9 @@ class CpuBuild:
     output: str
 
 
-def copy_of_checkout(target: Path, only: str = "") -> Path:
-    """What the recipe takes of it; ``only``: with this op alone in the catalogue, because compiling
-    all of them takes long."""
+def copy_of_checkout(target: Path, *only: str) -> Path:
+    """What the recipe takes of it; ``only``: with these families alone in the catalogue, because
+    compiling all of them takes long."""
     for name in ("csrc", "flexops", "recipe"):
         shutil.copytree(
             ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "_aot")
@@ -83,7 +83,7 @@ def copy_of_checkout(target: Path, only: str = "") -> Path:
         shutil.copy(ROOT / name, target)
     if only:
         with (target / "flexops/build/describe/catalog.py").open("a") as catalog:
-            catalog.write(f'CATALOG = (find("{only}"),)\n')
+            catalog.write(f"CATALOG = tuple(find(name) for name in {only})\n")
     return target
 
 

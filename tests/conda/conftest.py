@@ -1,4 +1,5 @@
-"""One miniature channel, and one real build of the CPU variant, for all tests of this folder."""
+"""One miniature channel, and one real build of the CPU variant with a few families, for all tests
+of this folder."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conda_world import HERE, ROOT, CpuBuild, World
+from conda_world import HERE, ROOT, CpuBuild, World, copy_of_checkout
 
 from flexops import targets
 from flexops_tools import with_extra
@@ -62,7 +63,9 @@ def _upstream(root: Path) -> Place:
 
 @pytest.fixture(scope="session")
 def cpu(world: World) -> CpuBuild:
-    """Built by the command, with the recipe's tests."""
+    """Built by the command, with the recipe's tests. With three of the families: all of them take
+    minutes. ``test_channel`` builds them with ``-m slow``, an image's build in every run."""
+    checkout = copy_of_checkout(world.root / "few", "adam", "lion", "quant")
     place = Place(world.root / "channel")
-    done = world.build(place.channel)
+    done = world.build(place.channel, "--recipe", checkout / "recipe")
     return CpuBuild(place, place.packages("flexops")[0], done.stdout + done.stderr)

@@ -13,6 +13,7 @@ from conda_world import CpuBuild, World, copy_of_checkout, only_empty
 from processes import completed
 
 from flexops import __version__, targets
+from flexops.build.describe.catalog import CATALOG
 from flexops.errors import ChannelError
 from flexops_tools.channel import check, index, verify
 from flexops_tools.channel.place import Place, distribution
@@ -29,7 +30,20 @@ CUDA_RUN = [
 ]
 VARIANTS = conda.variants(targets.load())
 
-pytestmark = pytest.mark.extra  # it takes a build of the whole package in a channel of its own
+pytestmark = pytest.mark.extra  # it takes a build of the package in a channel of its own
+
+
+@pytest.mark.slow
+def test_the_whole_package_is_small_and_has_every_operator_compiled(world):
+    place, prefix = Place(world.root / "whole"), world.root / "installed"
+    world.build(place.channel)
+    assert place.packages("flexops")[0].stat().st_size <= 2e6
+    check.install(place, prefix, upstream=[world.upstream])
+    report = json.loads(in_prefix(prefix, "flexops", "doctor", "--json", only=True))
+    assert report["status"] == "ok", report
+    backends = {op["name"]: op["backend"] for op in report["ops"] if op["device"] == "cpu"}
+    assert backends == {spec.name: "aot" for spec in CATALOG}
+    shutil.rmtree(prefix)
 
 
 def files(prefix: Path) -> set[str]:
@@ -89,13 +103,14 @@ def test_an_installation_works_without_a_compiler(cpu, world):
     check.install(cpu.place, prefix, upstream=[world.upstream])
     report = json.loads(in_prefix(prefix, "flexops", "doctor", "--json", only=True))
     assert report["status"] == "ok", report
-    assert {op["backend"] for op in report["ops"] if op["device"] == "cpu"} == {"aot"}
+    backends = {op["name"]: op["backend"] for op in report["ops"] if op["device"] == "cpu"}
+    assert backends == dict.fromkeys(("adam", "lion", "quant"), "aot")
     shutil.rmtree(prefix)
 
 
 def test_upgrade_downgrade_and_removal_leave_nothing_behind(cpu, world):
     newer = world.root / "newer"
-    checkout = copy_of_checkout(world.root / "checkout", only="quant")
+    checkout = copy_of_checkout(world.root / "checkout", "quant")
     recipe = checkout / "recipe" / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("  build: 0\n", "  build: 1\n"))
     (checkout / "flexops" / "added_later.py").write_text("x = 1\n")
@@ -317,7 +332,7 @@ def test_a_build_whose_dependencies_are_nowhere_says_so_in_one_message(world, tm
 
 
 def test_a_compile_that_fails_is_diagnosed(cpu, world, tmp_path):
-    checkout = copy_of_checkout(tmp_path / "checkout", only="quant")
+    checkout = copy_of_checkout(tmp_path / "checkout", "quant")
     (checkout / "csrc" / "quant" / "quant_host.h").write_text("#error this does not compile\n")
     done = world.build(tmp_path / "channel", "--recipe", checkout / "recipe", code=None)
     assert done.returncode == ChannelError.exit_code

@@ -24,7 +24,7 @@ from flexops_tools.targets import conda
 
 VARIANTS = conda.variants(load())
 
-pytestmark = pytest.mark.extra  # it takes a build of the whole package in a channel of its own
+pytestmark = pytest.mark.extra  # it takes a build of the package in a channel of its own
 
 
 def extract(package: Path, folder: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_rebuild_is_the_same_and_another_package_does_not_take_its_place(
     world, tmp_path, monkeypatch
 ):
     checkout, place = (
-        copy_of_checkout(tmp_path / "checkout", only="lion"),
+        copy_of_checkout(tmp_path / "checkout", "lion"),
         Place(tmp_path / "channel"),
     )
     world.build(place.channel, "--recipe", checkout / "recipe", "--no-test")
