@@ -105,24 +105,29 @@ def test_score_modifiers_compile(library, version, architecture, text, at_once, 
 
 @pytest.mark.extra
 @pytest.mark.parametrize(
-    ("version", "architecture", "kernel"),
-    first_of(((12, 1), "8.0", "backward"), ((13, 0), "9.0", "forward_hopper")),
+    ("version", "architecture", "kernel", "step"),
+    [
+        ((12, 1), "8.0", "backward", 1),
+        ((13, 0), "9.0", "forward_hopper", 4),
+        pytest.param((13, 0), "9.0", "forward_hopper", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_functions_of_flex_attention_compile(
-    library, version, architecture, kernel, tmp_path, nvrtc_of
+    library, version, architecture, kernel, step, tmp_path, nvrtc_of
 ):
-    """The backward kernel for 8.0 has the derivative, the forward one for 9.0a has not."""
-    one = parse_arch_list(architecture)[0]
+    """The backward kernel for 8.0 has the derivative, too; of the forward one for 9.0a a sample
+    shows that it takes them. To PTX: kernels above show that it becomes machine code."""
+    one = parse_arch_list(architecture)[0]._replace(sass=False)
     names = [
         name
         for name in kernel_names.rare_names_in(library)
         if f"::{kernel}<" in name and name.endswith("Defined>")
     ]
-    numbers = {ScoreMod(function).number for function in score_mod_cases.FUNCTIONS.values()}
+    numbers = sorted({ScoreMod(function).number for function in score_mod_cases.FUNCTIONS.values()})
     assert len(numbers) > 50
     plans = [
         provider.plan_kernel(SPEC, names[0], one, nvrtc_of(version), provider_texts.of(number))
-        for number in numbers
+        for number in numbers[::step]
     ]
     compiled(plans, tmp_path)
 

@@ -96,8 +96,8 @@ TWICE = (
     "norm",
     "norm_backward",
 )
-"""Families of which the default run takes bfloat16's kernels alone, for the same reason: the others
-are a second or two each."""
+"""Families of which bfloat16's kernels alone are taken, for the same reason: the others are a
+second or two each. Float16's are compiled by the newest compiler, among the extra tests."""
 
 
 @pytest.mark.parametrize(("version", "architecture"), first_of((NEWEST, "9.0"), (OLDEST, "7.5")))
@@ -117,11 +117,23 @@ def test_every_kernel_that_a_library_names_compiles(
         wanted = wanted._replace(capability=ComputeCapability(*SPECS[family].least_capability))
     if family not in LONG or version == NEWEST:
         both = names + rare
-        some = of_one_type(both) if version == NEWEST and family in TWICE else both
+        some = of_one_type(both) if family in TWICE else both
         compile_all(family, some, wanted, compiler)
         return
     compile_all(family, of_one_type(names), wanted, compiler)
-    compile_all(family, of_one_type(rare), wanted._replace(sass=False), compiler)
+    step = 5 if family == OF_A_CACHE else 1
+    compile_all(family, of_one_type(rare)[::step], wanted._replace(sass=False), compiler)
+
+
+OF_A_CACHE = "kvcache_attention"
+"""Its rare kernels are those of each shape with other options: the extra tests compile a fifth."""
+
+
+@pytest.mark.slow
+def test_every_rare_kernel_of_attention_over_a_cache_compiles(libraries, nvrtc_of):
+    rare = of_one_type(kernel_names.rare_names_in(libraries[OF_A_CACHE]))
+    wanted = parse_arch_list("8.0")[0]._replace(sass=False)
+    compile_all(OF_A_CACHE, rare, wanted, nvrtc_of(OLDEST))
 
 
 @pytest.mark.extra
