@@ -60,6 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # OpenMP's threads spin while they wait, which costs the other test process its processor: three
     # times the time with two of each on two cores
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # inductor precompiles torch's headers for the few kernels that a run has it compile
+    os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
     # for working on one test: what it compiles is found again in the next run
     kept = os.environ.get("FLEXOPS_TEST_CACHE")
     cache = kept or tempfile.mkdtemp(prefix="flexops-tests-")
