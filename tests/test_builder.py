@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 from builds import REPOSITORY
+from marks import first_of
 from processes import completed
 
 from flexops import settings, toolchain
@@ -534,7 +535,7 @@ def test_a_familys_kernels_include_cudas_libraries(name, tmp_path, host_compiler
     assert "largest.most-cuda compiled" in done
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", first_of("cuda", "cpu"))
 def test_another_launcher_than_the_schema_says(package, device):
     """Found when it is built; the text has what there is, and what there should be."""
     edit(package / f"mylib/csrc/scale/scale_{device}.cpp", "double factor", "float factor")
@@ -560,6 +561,32 @@ def test_a_launcher_with_another_result(package):
     assert "int mylib::" in said
 
 
+PLANNED = """
+from flexops import settings
+from flexops.build.describe import catalog
+from flexops.build.load import loader
+from flexops.build.plan import cache_key
+import mylib
+plan = loader.local_plan(catalog.find("mylib.scale"), "cpu", settings.current())
+print(cache_key.base_key(plan, cache_key.source_digests(plan)))
+"""
+
+
+def test_a_changed_declaration_is_another_build(package):
+    """By the key of the cache; among the extra tests it is built."""
+    before = run(PLANNED, package)
+    assert re.fullmatch(r"\w+\n", before)
+    edit(
+        package / "mylib/__init__.py",
+        'family="scale")',
+        'family="scale", dtypes={"x": ("float32", "float16")})',
+    )
+    after = run(PLANNED, package)
+    assert re.fullmatch(r"\w+\n", after)
+    assert after != before
+
+
+@pytest.mark.extra
 def test_a_changed_declaration_is_built_anew(package, tmp_path):
     cache = {"FLEXOPS_CACHE_DIR": str(tmp_path / "cache")}
     assert "compiled in" in run(CALL + WHERE, package, **cache)
@@ -766,7 +793,7 @@ print(*[one.backend for one in flexops.status() if one.op == "mylib.scale"])
 """
 
 
-@pytest.mark.parametrize(("jit", "backend"), [("1", "jit"), ("0", "reference")])
+@pytest.mark.parametrize(("jit", "backend"), first_of(("1", "jit"), ("0", "reference")))
 def test_a_check_is_called_in_each_call(package, tmp_path, jit, backend):
     """The native library does not have it: without it, what the first call refused passed after
     it."""
@@ -795,7 +822,7 @@ for how, call, given in ways:
 """
 
 
-@pytest.mark.parametrize("jit", ["1", "0"])
+@pytest.mark.parametrize("jit", first_of("1", "0"))
 def test_a_reference_of_another_shape_is_an_error_in_each_call(package, jit):
     edit(package / "mylib/__init__.py", "return x * factor", "return (x * factor).sum()")
     code = "import warnings; warnings.simplefilter('ignore')\n" + UNLIKE

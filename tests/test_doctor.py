@@ -108,6 +108,7 @@ def test_no_compiler_and_no_libraries(tmp_path):
     assert "not tried" in finding(document, "build-cpu")["found"]
 
 
+@pytest.mark.extra  # tests/doctor/test_checks.py judges such a fact
 @pytest.mark.usefixtures("host_compiler")
 def test_a_compiler_that_fails_is_a_finding_with_cause_and_fix(tmp_path):
     """It answers when it is asked for its version, and has no memory when it compiles."""

@@ -257,6 +257,7 @@ load()
     assert "NVRTC" in said["error"]
 
 
+@pytest.mark.extra  # above, an error of the device's half; by test_extension.py, a warm start
 def test_a_host_error_is_the_users_line_and_a_warm_start_compiles_nothing(world):
     said = world.run("""
 edit("count_kernel<<<1, 32>>>((int*)0x40);", "count_kernel<<<1, 32>>>((float*)0x40);")

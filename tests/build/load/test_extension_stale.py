@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from extension_tools import MODULE, environment, run
+from marks import first_of
 
 import flexops
 from flexops.toolchain.model import HostCompiler
@@ -77,7 +78,7 @@ def test_pybind11_modules_of_one_name_are_distinguished(tmp_path):
     assert (third.__name__, third.A.__module__) == ("x", "x")  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("there", first_of(True, False))
 def test_a_header_that_is_newly_earlier_on_the_include_path(tmp_path, value, there):
     late, early = tmp_path / "late", tmp_path / "early"
     write(late / "lib" / "number.h", "#define VALUE 1\n")
@@ -111,10 +112,10 @@ def test_a_header_that_newly_hides_one_of_the_compilers(tmp_path, value):
 
 @pytest.mark.parametrize(
     "text",
-    [
+    first_of(
         "#if __has_include(<optional/part.h>)",
         "#define PART <optional/part.h>\n#if __has_include(PART)",
-    ],
+    ),
 )
 def test_has_include_of_a_file_that_comes_to_be(tmp_path, value, text):
     text += "\n#define VALUE 2\n#else\n#define VALUE 1\n#endif"
@@ -125,7 +126,7 @@ def test_has_include_of_a_file_that_comes_to_be(tmp_path, value, text):
     assert value(text, extra_include_paths=[tmp_path]) == 1
 
 
-@pytest.mark.parametrize("variable", ["CPATH", "CPLUS_INCLUDE_PATH"])
+@pytest.mark.parametrize("variable", first_of("CPATH", "CPLUS_INCLUDE_PATH"))
 def test_include_paths_of_the_environment(tmp_path, value, monkeypatch, variable):
     for number in (1, 2):
         write(tmp_path / str(number) / "number.h", f"#define VALUE {number}\n")
