@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -62,20 +63,21 @@ def test_steps_are_torchs(device, dtype, options):
         )
 
 
-@pytest.mark.parametrize("spectrum", ["flat", "power", "low rank", "cliff"])
+SPECTRA = ("flat", "power", "low rank", "cliff")
+
+
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "spectrum"),
     [
-        (64, 256),
-        (128, 128),
-        (96, 200),
-        (256, 64),
-        pytest.param((512, 800), marks=pytest.mark.extra),
-        pytest.param((1024, 512), marks=pytest.mark.extra),
+        *itertools.product([(64, 256), (128, 128), (96, 200), (256, 64)], SPECTRA),
+        # what large ones reuse (_TIED_FROM), from rows and from columns; seconds each
+        *(pytest.param((512, 800), one, marks=pytest.mark.extra) for one in SPECTRA),
+        pytest.param((1024, 512), "cliff", marks=pytest.mark.extra),
+        *(pytest.param((1024, 512), one, marks=pytest.mark.slow) for one in SPECTRA[:-1]),
     ],
 )
 def test_the_update_is_as_near_to_the_exact_iteration_as_the_plain_one(
-    spectrum, shape, monkeypatch
+    shape, spectrum, monkeypatch
 ):
     """The Gram form squares what small singular values have lost; that it is computed anew, from X
     or from the first one, must contain that."""
