@@ -360,7 +360,8 @@ _CALL = caller(torch.ops.flexops.few_rows_chain_.default)
 
 @checking(of_halves=1 / 16)
 def self_check(make: Make) -> Any:
-    """A residual, a norm with a gate, and a product of three weights."""
+    """A residual, a norm with a gate, and a product of three weights; then attention of its first
+    row, as query, key and value."""
     half: Any = functools.partial(make, dtype=torch.bfloat16)
     x, norm, *outs = half(2, 320), half(320), half(2, 320), half(2, 64), half(2, 96)
     one, gate, up, *three = (
@@ -375,4 +376,8 @@ def self_check(make: Make) -> Any:
     ]
     workspace = torch.zeros(WORKSPACE, dtype=torch.int32, device=x.device)
     _CALL(*_arguments(phases, workspace, 1e-6, 0.0))
-    return outs
+    end, keys, values = half(1, 32), half(1, 40, 1, 32), half(1, 40, 1, 32)
+    length = torch.full((1,), 9, dtype=torch.int32, device=x.device)
+    attention = Attention(end, out[:1], keys, values, None, length, None, 1.0)
+    _CALL(*_arguments([attention], workspace, 1e-6, 0.0))
+    return *outs, end, keys, values
