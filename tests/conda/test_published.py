@@ -239,7 +239,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+VARIATIONS = ("misnamed as another", "stale shards")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in VARIATIONS else []) for name in FAULTS],
+)
 def test_check_notices_in_a_folder_and_on_the_web(channel, address, fault):
     spoil, message = FAULTS[fault]
     assert (
