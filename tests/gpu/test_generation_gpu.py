@@ -207,8 +207,8 @@ def test_threads_have_graphs_of_their_own():
     assert all(torch.equal(one, expected) for one in found)
 
 
-def kernels_of_a_step(**options: Any) -> Counter[str]:
-    """Of one layer, by name: the difference of two models, of two and six layers. One sequence."""
+def kernels_of_a_layer(**options: Any) -> dict[str, float]:
+    """In a step of one sequence, by name: the difference of two models, of two and six layers."""
 
     def counts(layers: int) -> Counter[str]:
         model = made(num_hidden_layers=layers, **WIDE)
@@ -225,11 +225,11 @@ def kernels_of_a_step(**options: Any) -> Counter[str]:
         return calls[1] - calls[0]
 
     few, many = counts(2), counts(6)
-    return Counter({name: (many[name] - few[name]) / 8 / 4 for name in many | few})  # type: ignore[misc]
+    return {name: (many[name] - few[name]) / 8 / 4 for name in many | few}
 
 
 def test_a_layer_is_seven_kernels_or_fewer():
-    layer = kernels_of_a_step()
+    layer = kernels_of_a_layer()
     assert 5 <= sum(layer.values()) <= 7, layer
 
 
@@ -237,7 +237,7 @@ def test_several_layers_of_4_bits_are_one_kernel():
     """Six take a launch more than two."""
     if not few_rows_chain.runs_on(torch.device("cuda")):
         pytest.skip("runs on 9.0 and newer")
-    layer = kernels_of_a_step(weights=Int4Config(group_size=64))
+    layer = kernels_of_a_layer(weights=Int4Config(group_size=64))
     assert sum(layer.values()) == 1 / 4, layer
 
 
