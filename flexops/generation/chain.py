@@ -79,8 +79,9 @@ class Queue(TorchDispatchMode):
         lengths: tuple[Tensor, Tensor | None],
         scale: float | None,
     ) -> Tensor | None:
-        """Record an attention of one token of each sequence, ``[batch, 1, heads, head_dim]``; the
-        rest: as of :class:`Attention`. Gives its result, or None: not recorded."""
+        """Record an attention of one token, ``[batch, 1, heads, head_dim]``; the rest: as of
+        :class:`Attention`. Gives its result, or None where it is not recorded, because no launch
+        computes it or these are not what the last product gives."""
         x = self._phases[-1].out if self._phases else None
         if x is None or not _side_by_side(x, query, key, value):
             return None
@@ -124,12 +125,11 @@ class Queue(TorchDispatchMode):
 
 
 def _side_by_side(x: Tensor, *parts: Tensor) -> bool:
-    """Whether the heads of these, ``[batch, 1, heads, head_dim]``, are the columns of x."""
+    """Whether the heads of these, ``[batch, 1, heads, head_dim]``, are the columns of x's first
+    row."""
     place, size, dim = x.data_ptr(), x.element_size(), parts[0].shape[-1]
     for one in parts:
         if one.data_ptr() != place or one.stride()[2:] != (dim, 1) or one.shape[-1] != dim:
-            return False
-        if one.shape[0] > 1 and one.stride(0) != x.shape[-1]:
             return False
         place += one.shape[2] * dim * size
     return place == x.data_ptr() + x.shape[-1] * size

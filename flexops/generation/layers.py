@@ -255,8 +255,8 @@ class KVCacheLayer(CacheLayerMixin):
         self, query: Tensor, key: Tensor, value: Tensor, cos: Any, sin: Any, **options: Any
     ) -> Tensor:
         keys, values = (kept[:, : self.store.bucket] for kept in self._kept())
-        special = (options["window_size"][0], options["softcap"], options["sinks"])
-        if state.queue is not None and special == (-1, 0.0, None):
+        limited = options["window_size"][0] >= 0 or options["softcap"] != 0.0
+        if state.queue is not None and not limited and options["sinks"] is None:
             rotary = None if cos is None else (cos, sin)
             lengths = self.store.lengths, self.store.padding
             given = query, key, value, keys, values, rotary, lengths
