@@ -1,6 +1,6 @@
 // Attention of one new token over a cache, as a phase of a chain: so the weights of the products
-// behind it arrive meanwhile. The token's key and value are rotated and appended. Of two sequences
-// it was slower than a kernel of its own.
+// behind it arrive meanwhile. The token's queries and key are normalized and rotated, and key and
+// value appended. Of two sequences it was slower than a kernel of its own.
 //
 // A block has an item: some of the keys (a split) of a key head, for kHeads of its queries. A key's
 // columns are 8 for each of some lanes; a lane has the sums of its columns over its own keys. The
@@ -34,7 +34,8 @@ struct Item {
     first_head = head_k * group + of_group, heads = min(kHeads, group - of_group);
     cached = max(0, *a.seqlens);
     const int padding = a.leftpad ? max(0, *a.leftpad) : 0, end = min(cached + 1, a.capacity),
-              begin = min(padding, end), each = (end - begin + a.splits - 1) / a.splits;
+              begin = min(max(padding, end - 1 - a.window_left), end),
+              each = (end - begin + a.splits - 1) / a.splits;
     from = begin + split * each, to = min(from + each, end);
     const bool hidden = cached < begin;  // the padding hides the new token
     appends = of_group == 0 && cached < a.capacity &&
@@ -63,6 +64,15 @@ FLEXOPS_DEVICE u32 rotated(u32 x, u32 other, u32 cos, u32 sin, bool second) {
   return pack2<T>(both[0], both[1]);
 }
 
+/// Two columns of a row, normalized: `factor` is of the row.
+template <class T>
+FLEXOPS_DEVICE u32 normalized(u32 x, u32 gain, float factor, float offset) {
+  float both[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) both[i] = half_of<T>(x, i) * factor * (half_of<T>(gain, i) + offset);
+  return pack2<T>(both[0], both[1]);
+}
+
 /// Counts a block's parts, which it has written, and gives how many were before. What those blocks
 /// have written can be read then, behind a barrier of the block.
 FLEXOPS_DEVICE u32 count(u32* counter) {
@@ -75,8 +85,9 @@ FLEXOPS_DEVICE u32 count(u32* counter) {
 /// `meet`: waits for the phase before; what has been cached before the launch does not wait for it.
 /// `memory`: attention_bytes.
 template <class T, class Meet>
-FLEXOPS_DEVICE void attend(const Attended& a, const Phase& phase, u8* memory, const Item& item,
+FLEXOPS_DEVICE void attend(const Launch& p, const Phase& phase, u8* memory, const Item& item,
                            const Meet& meet) {
+  const Attended& a = p.attended;
   constexpr int kThreads = 32 * (kWarps + 1);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int lanes = 1 << a.lanes_log, dim = 8 * lanes, of_warp = 32 >> a.lanes_log;
@@ -115,24 +126,43 @@ FLEXOPS_DEVICE void attend(const Attended& a, const Phase& phase, u8* memory, co
     cos = read(a.cos, a.cos_row), sin = read(a.sin, a.sin_row);
   }
   meet();
-  uint4 vector = {0, 0, 0, 0};
+  uint4 vector = {0, 0, 0, 0}, gain = vector;
+  if (phase.norm && row <= kHeads)
+    gain = reinterpret_cast<const uint4*>(row < kHeads ? phase.norm : phase.residual)[at / 8];
   if (there) {
     const int head =
         row < kHeads ? item.first_head + row : a.heads + (row - kHeads) * a.heads_k + item.head_k;
     const T* const whole = static_cast<const T*>(phase.x) + head * dim;
     vector = load_shared_by_all(reinterpret_cast<const uint4*>(whole + at));
-    if (turns) {
-      const uint4 other = load_shared_by_all(
-          reinterpret_cast<const uint4*>(whole + (second ? at - a.half : at + a.half)));
-      vector = {rotated<T>(vector.x, other.x, cos.x, sin.x, second),
-                rotated<T>(vector.y, other.y, cos.y, sin.y, second),
-                rotated<T>(vector.z, other.z, cos.z, sin.z, second),
-                rotated<T>(vector.w, other.w, cos.w, sin.w, second)};
-    }
-    if (row >= kHeads && item.appends)
-      *reinterpret_cast<uint4*>((row == kHeads ? keys : values) + item.cached * phase.caches.row +
-                                at) = vector;
   }
+  if (phase.norm) {
+    const u32 words[4] = {vector.x, vector.y, vector.z, vector.w};
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float x = half_of<T>(words[i / 2], i % 2);
+      squares += x * x;
+    }
+#pragma unroll 1
+    for (int other = 1; other < lanes; other *= 2) squares += shuffle_xor(squares, other);
+    const float factor = rsqrtf(squares / static_cast<float>(dim) + p.eps);
+    if (row <= kHeads)
+      vector = {normalized<T>(vector.x, gain.x, factor, p.offset),
+                normalized<T>(vector.y, gain.y, factor, p.offset),
+                normalized<T>(vector.z, gain.z, factor, p.offset),
+                normalized<T>(vector.w, gain.w, factor, p.offset)};
+  }
+  const int from = lane + (second ? -a.half : a.half) / 8;
+  const uint4 other = {shuffle(vector.x, from), shuffle(vector.y, from), shuffle(vector.z, from),
+                       shuffle(vector.w, from)};
+  if (turns)
+    vector = {rotated<T>(vector.x, other.x, cos.x, sin.x, second),
+              rotated<T>(vector.y, other.y, cos.y, sin.y, second),
+              rotated<T>(vector.z, other.z, cos.z, sin.z, second),
+              rotated<T>(vector.w, other.w, cos.w, sin.w, second)};
+  if (there && row >= kHeads && item.appends)
+    *reinterpret_cast<uint4*>((row == kHeads ? keys : values) + item.cached * phase.caches.row +
+                              at) = vector;
   if (row < kHeads + 2) *reinterpret_cast<uint4*>(staged + row * dim + at) = vector;
   together();
 

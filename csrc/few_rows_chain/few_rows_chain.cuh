@@ -328,7 +328,7 @@ __global__ void __launch_bounds__(32 * (kWarps + 2), 1)
     };
     if (kAttends && phase.count == 0) {
       if (block < p.attended.blocks) {
-        attend<T>(p.attended, phase, shared, *item, meet);
+        attend<T>(p, phase, shared, *item, meet);
       } else {
         meet();
       }
@@ -347,7 +347,9 @@ __global__ void __launch_bounds__(32 * (kWarps + 2), 1)
       return uint4{low.x, low.y, high.x, high.y};
     };
     uint4 first_gain = {};
-    if (phase.norm) first_gain = gain_of(thread);
+    u32 first_vector = static_cast<u32>(thread);
+    obscure(first_vector);  // or its column has registers in all phases, which others lack
+    if (phase.norm) first_gain = gain_of(static_cast<int>(first_vector));
     // What is computed here costs nothing: the other blocks' results are not there yet.
     const int in_unit = phase.activation ? 2 : 1, rows = rows_of(phase, block);
     const int sharing = min(phase.chunks, kWarps);

@@ -22,11 +22,12 @@ struct FewRowsChain {
   TensorView cos, sin, seqlens, leftpad;
   TensorView workspace;
   float eps, offset, scale;
+  int64_t window_left;  // tokens that an attention sees beside its own; below 0: all
   int64_t kinds[4];
 };
 
 /// What a phase has: its eight bits of `kinds`, seven phases in each. Without weights it is an
-/// attention.
+/// attention, whose norms are two: of queries and of keys.
 struct PhaseKind {
   int weights, activation;
   bool zeros, biases, norm, residual;

@@ -75,6 +75,8 @@ bool set_attended(chain::Attended& a, const FewRowsChain& call, const TensorView
   a.splits = static_cast<int>(least(processors / items, int64_t{chain::kMostSplits}));
   a.blocks = static_cast<int>(items * a.splits);
   a.scale = call.scale * 1.44269504f;
+  a.window_left = static_cast<int>(
+      call.window_left < 0 ? INT32_MAX : least(call.window_left, int64_t{INT32_MAX}));
   a.seqlens = call.seqlens.as<int32_t>(), a.leftpad = call.leftpad.as<int32_t>();
   auto* const words = call.workspace.as<int32_t>();
   a.counters = reinterpret_cast<uint32_t*>(words) + 32;
@@ -111,6 +113,7 @@ const char* few_rows_chain_cuda(const FewRowsChain& call, void* stream) {
     if (kind.weights == 0) {
       const TensorView &keys = call.caches[cache++], &values = call.caches[cache++];
       phase.caches = {keys.data, values.data, keys.stride(1)};
+      if (kind.norm) phase.residual = call.norms[norm++].data;
       if (!set_attended(p.attended, call, keys, phase.width, gpu.processors))
         return "too many heads for this GPU, or too small a workspace";
       continue;

@@ -40,13 +40,16 @@ inline void check_attended(Host& host, const FewRowsChain& call, const TensorVie
        "tables");
 }
 
-inline void few_rows_chain__host(
-    Host& host, const TensorView& x, const TensorViews& xs, const TensorViews& weights,
-    const TensorViews& scales, const TensorViews& zeros, const TensorViews& biases,
-    const TensorViews& norms, const TensorViews& residuals, const TensorViews& caches,
-    const TensorViews& outs, const TensorView& cos, const TensorView& sin,
-    const TensorView& seqlens, const TensorView& leftpad, const TensorView& workspace, double eps,
-    double offset, double scale, int64_t kinds0, int64_t kinds1, int64_t kinds2, int64_t kinds3) {
+inline void few_rows_chain__host(Host& host, const TensorView& x, const TensorViews& xs,
+                                 const TensorViews& weights, const TensorViews& scales,
+                                 const TensorViews& zeros, const TensorViews& biases,
+                                 const TensorViews& norms, const TensorViews& residuals,
+                                 const TensorViews& caches, const TensorViews& outs,
+                                 const TensorView& cos, const TensorView& sin,
+                                 const TensorView& seqlens, const TensorView& leftpad,
+                                 const TensorView& workspace, double eps, double offset,
+                                 double scale, int64_t window_left, int64_t kinds0, int64_t kinds1,
+                                 int64_t kinds2, int64_t kinds3) {
   const int64_t most = caches.count > 0 ? kMostPhases : kMostProducts;
   FLEXOPS_CHECK(outs.count >= 1 && outs.count <= most, host.op, ": outs must be 1 to ", most,
                 " tensors, got ", outs.count);
@@ -75,6 +78,7 @@ inline void few_rows_chain__host(
                              static_cast<float>(eps),
                              static_cast<float>(offset),
                              static_cast<float>(scale),
+                             window_left,
                              {kinds0, kinds1, kinds2, kinds3}};
   int64_t weight = 0, zero = 0, bias = 0, norm = 0, residual = 0, cache = 0, width = 0;
   bool small = false;  // groups of 32, which one chain has all or none of
@@ -92,6 +96,11 @@ inline void few_rows_chain__host(
       if (width == 0) width = out.columns();
       check_attended(host, call, from, out, caches[cache], caches[cache + 1], caches[0], width);
       cache += 2;
+      fits(!kind.residual, "residuals");
+      for (int64_t end = norm + (kind.norm ? 2 : 0); norm < end; ++norm)
+        fits(norm < norms.count && norms[norm].numel == caches[0].size(3) &&
+                 norms[norm].dtype == out.dtype && aligned(norms[norm].data),
+             "norms");
       continue;
     }
     fits((kind.activation == kFewNone || kind.weights == 2) &&

@@ -28,8 +28,8 @@ struct Phase {
     int4::FewParams::Weight weights[few_rows::kMaxWeights];
     Caches caches;
   };
-  const void *x, *norm, *residual;
-  void* out;  // [m, width]
+  const void *x, *norm, *residual;  // of an attention: the norms of its queries and keys, [dim]
+  void* out;                        // [m, width]
   int width, k, count;
   int tiles_k, groups;
   int group_shift;     // log2 of the group size
@@ -55,8 +55,9 @@ struct Attended {
   u32* counters;
   int blocks, splits;  // how many have an item's split; of an item
   int heads, heads_k, capacity;
-  int lanes_log;  // log2 of the vectors of 8 columns of a head
-  float scale;    // times log2(e)
+  int window_left;  // tokens that are seen before the last one
+  int lanes_log;    // log2 of the vectors of 8 columns of a head
+  float scale;      // times log2(e)
 };
 
 /// What a launch has beside its phases.

@@ -2,9 +2,9 @@
 (:mod:`flexops.ops.few_rows_chain`).
 
 Within a step a product only records what it computes, and gives its result unwritten; so does an
-attention whose queries, keys and values are such a result. The first
-operator that is neither a view nor an allocation has what was recorded computed before itself, so
-a model's own code between products always reads written tensors.
+attention whose queries, keys and values are such a result, and a norm of its heads, which attention
+then computes. The first operator that is neither a view nor an allocation has what was recorded
+computed before itself, so a model's own code between products always reads written tensors.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from .._torch import TorchDispatchMode
 from ..ops.few_rows_chain import (
@@ -29,6 +30,7 @@ from ..ops.few_rows_chain import (
     few_rows_chain_,
     runs_on,
 )
+from ..ops.norm import rms_norm
 from .state import state
 
 _aten: Any = torch.ops.aten
@@ -59,6 +61,15 @@ _KNOWN = ("flexops", "torch", "transformers")
 not be seen when they read a result."""
 
 
+class _Norm(NamedTuple):
+    """A norm of heads: what it reads, its weight, ``eps`` and ``offset``, and its result."""
+
+    x: Tensor
+    weight: Tensor
+    numbers: tuple[float, float]
+    out: Tensor
+
+
 class Queue(TorchDispatchMode):
     """What was recorded, and not computed yet."""
 
@@ -67,6 +78,21 @@ class Queue(TorchDispatchMode):
         self._workspace = workspace
         self._phases: list[Phase | Attention] = []
         self._common: list[Any] = []
+        self._norms: dict[int, _Norm] = {}  # by their results' memory, which is not written
+
+    def normalize(self, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor | None:
+        """Record an RMS norm of heads, ``[1, 1, heads, head_dim]``, which are a part of what the
+        last product gives. Gives its result, which is written if anything but
+        :meth:`attend` reads it, or None where it is not recorded."""
+        last = self._phases[-1].out if self._phases else None
+        of_heads = x.dim() == 4 and x.shape[:2] == (1, 1) and x.is_contiguous()
+        if last is None or not of_heads or _memory(x) != _memory(last):
+            return None
+        if weight.dtype != x.dtype or weight.shape != x.shape[3:]:
+            return None
+        out = torch.empty_like(x)
+        self._norms[_memory(out)] = _Norm(x, weight, (eps, offset), out)
+        return out
 
     def attend(
         self,
@@ -78,25 +104,43 @@ class Queue(TorchDispatchMode):
         rotary: tuple[Tensor, Tensor] | None,
         lengths: tuple[Tensor, Tensor | None],
         scale: float | None,
+        window_left: int,
     ) -> Tensor | None:
         """Record an attention of one token, ``[batch, 1, heads, head_dim]``; the rest: as of
         :class:`Attention`. Gives its result, or None where it is not recorded, because no launch
         computes it or these are not what the last product gives."""
         x = self._phases[-1].out if self._phases else None
-        if x is None or not _side_by_side(x, query, key, value):
+        parts, norms = zip(*map(self._before_norm, (query, key, value)), strict=True)
+        if x is None or norms[2] is not None or not _side_by_side(x, *parts):
             return None
+        found = {None if norm is None else norm.numbers for norm in norms[:2]}
+        if len(found) > 1:
+            return None
+        (numbers,) = found
+        weights = None if numbers is None else tuple(norm.weight for norm in norms[:2])
         out = x.new_empty(query.shape)
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         rows = out.flatten(1), x.flatten(1)
-        phase = Attention(*rows, keys, values, rotary, *lengths, scale)
+        phase = Attention(*rows, keys, values, rotary, *lengths, scale, window_left, weights)
         if not attends(phase):
             return None
-        self.add(phase)
+        self.add(phase, numbers)
         return out
 
+    def _before_norm(self, x: Tensor) -> tuple[Tensor, Any]:
+        """What a recorded norm, whose whole result x is, reads, and the norm; else x and None."""
+        norm = self._norms.get(_memory(x))
+        if norm is None or x.shape != norm.out.shape or x.stride()[2:] != norm.out.stride()[2:]:
+            return x, None
+        return norm.x, norm
+
     def add(self, phase: Phase | Attention, norm: tuple[float, float] | None = None) -> Tensor:
-        """Record a phase; ``norm``: a product's ``eps`` and ``offset``. Gives its result."""
-        normed = isinstance(phase, Phase) and phase.norm is not None
+        """Record a phase; ``norm``: the ``eps`` and ``offset`` of its norm. Gives its result."""
+        if isinstance(phase, Phase):
+            self._write_what(phase.x, phase.residual)
+            normed = phase.norm is not None
+        else:
+            normed = phase.norms is not None
         found = [norm if normed else None, *common(phase)]
         pairs = list(zip(found, self._common or found, strict=True))
         differs = any(None not in pair and pair[0] != pair[1] for pair in pairs)
@@ -121,7 +165,23 @@ class Queue(TorchDispatchMode):
     ) -> Any:
         if func not in _PASS:
             self.run()
+            if self._norms:
+                self._write_what(*pytree.tree_leaves((args, kwargs)))
         return func(*args, **(kwargs or {}))
+
+    def _write_what(self, *read: Any) -> None:
+        """Compute the norms whose results are read."""
+        for one in read:
+            norm = self._norms.pop(_memory(one), None) if isinstance(one, Tensor) else None
+            if norm is not None:
+                self.run()
+                eps, offset = norm.numbers
+                weight = norm.weight.float() + offset if offset else norm.weight
+                norm.out.copy_(rms_norm(norm.x, weight, eps))
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 def _side_by_side(x: Tensor, *parts: Tensor) -> bool:

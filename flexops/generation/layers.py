@@ -255,12 +255,12 @@ class KVCacheLayer(CacheLayerMixin):
         self, query: Tensor, key: Tensor, value: Tensor, cos: Any, sin: Any, **options: Any
     ) -> Tensor:
         keys, values = (kept[:, : self.store.bucket] for kept in self._kept())
-        limited = options["window_size"][0] >= 0 or options["softcap"] != 0.0
-        if state.queue is not None and not limited and options["sinks"] is None:
+        if state.queue is not None and options["softcap"] == 0.0 and options["sinks"] is None:
             rotary = None if cos is None else (cos, sin)
             lengths = self.store.lengths, self.store.padding
             given = query, key, value, keys, values, rotary, lengths
-            made: Tensor | None = state.queue.attend(*given, options["softmax_scale"])
+            numbers = options["softmax_scale"], options["window_size"][0]
+            made: Tensor | None = state.queue.attend(*given, *numbers)
             if made is not None:
                 return made
         result = attention_with_kvcache(

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from . import int4_few_rows, kvcache_attention
+from ._arguments import wide
 from ._declared import define
 from ._register import caller
 from ._self_check import Make, checking
 from .int4_linear import GROUP_SIZES, TILE_K, Int4Weight, quantize_int4
+from .norm import normalize
 
 MOST_PHASES, MOST_ROWS, MOST_COLUMNS, WORKSPACE = 28, 2, 16384, 1 << 18
 MOST_PRODUCTS = 6
@@ -67,6 +69,9 @@ class Phase(NamedTuple):
 class Attention(NamedTuple):
     """An attention of one new token of a sequence, which it appends.
 
+    Queries and key are normalized by heads (an RMS norm with ``eps`` and ``offset`` of the launch),
+    then rotated, where that is given.
+
     Attributes:
         out: what it writes, ``[1, heads * head_dim]``.
         x: queries, then keys, then values of all heads, ``[1, (heads + 2 key heads) * head_dim]``.
@@ -75,6 +80,8 @@ class Attention(NamedTuple):
         rotary: cosines and sines, ``[positions, rotary_dim / 2]``, for halves of rows.
         seqlens, leftpad: int32 ``[1]``: where the token is appended, and the sequence begins.
         scale: of scores.
+        window_left: how many tokens before it the new one sees; below 0: all.
+        norms: weights of the norms of queries and of keys, ``[head_dim]``.
     """
 
     out: Tensor
@@ -85,6 +92,8 @@ class Attention(NamedTuple):
     seqlens: Tensor
     leftpad: Tensor | None
     scale: float
+    window_left: int = -1
+    norms: tuple[Tensor, Tensor] | None = None
 
 
 def attends(phase: Attention) -> bool:
@@ -101,6 +110,7 @@ def attends(phase: Attention) -> bool:
         and all(_is_read(one, x.dtype) for one in (keys, values))
         and keys.stride() == values.stride()
         and all(_is_read(one, x.dtype) for one in phase.rotary or ())
+        and all(one.dtype == x.dtype and one.is_contiguous() for one in phase.norms or ())
         and blocks <= _processors(x.device)
     )
 
@@ -133,7 +143,8 @@ def common(phase: Phase | Attention) -> tuple[Any, ...]:
         return *rows, phase.weights[0].group_size == GROUP_SIZES[0], None
     tensors = *(phase.rotary or (None, None)), phase.seqlens, phase.leftpad
     where = tuple(one is not None and (one.data_ptr(), one.shape) for one in tensors)
-    return *rows, None, (phase.out.shape[-1], phase.keys.shape, phase.scale, where)
+    numbers = phase.scale, phase.window_left
+    return *rows, None, (phase.out.shape[-1], phase.keys.shape, numbers, where)
 
 
 def few_rows_chain_(
@@ -151,7 +162,7 @@ def few_rows_chain_(
             which shares memory with nothing that it reads.
         workspace: int32 ``[WORKSPACE]`` on the same device, zeros before its first use. No two
             launches that may run at once have the same.
-        eps, offset: of all norms.
+        eps, offset: of all norms; an offset is added to their weights.
     """
     call = _CALL if workspace.is_cuda else _reference
     call(*_arguments(phases, workspace, eps, offset))
@@ -166,6 +177,8 @@ def _arguments(
         if isinstance(phase, Attention):
             attention = phase
             lists.caches.extend([phase.keys, phase.values])
+            lists.norms.extend(phase.norms or ())
+            kinds[at // _KINDS] |= (phase.norms is not None) << 6 + _BITS * (at % _KINDS)
             continue
         zeros = phase.weights[0].zeros is not None
         for weight in phase.weights:
@@ -180,18 +193,19 @@ def _arguments(
         kind |= sum(flag << 4 + i for i, flag in enumerate(there))
         kinds[at // _KINDS] |= kind << _BITS * (at % _KINDS)
     xs, outs = [phase.x for phase in phases], [phase.out for phase in phases]
-    shared = _Shared(None, None, None, None, 0.0)
+    shared = _Shared(None, None, None, None, 0.0, -1)
     if attention is not None:
         cos, sin = attention.rotary or (None, None)
-        shared = _Shared(cos, sin, attention.seqlens, attention.leftpad, attention.scale)
-    *tensors, scale = shared
-    return xs[0], xs[1:], *lists, outs, *tensors, workspace, eps, offset, scale, *kinds
+        lengths = attention.seqlens, attention.leftpad
+        shared = _Shared(cos, sin, *lengths, attention.scale, attention.window_left)
+    rest = workspace, eps, offset, *shared[4:], *kinds
+    return xs[0], xs[1:], *lists, outs, *shared[:4], *rest
 
 
 _BITS, _KINDS = 8, 7
 """Of ``kinds`` for each phase, the first one's lowest: two for the number of weights (0: an
-attention), two for the activation, and one each for: zero points, biases, norm, residual. So many
-phases' in one number."""
+attention), two for the activation, and one each for: zero points, biases, norm (of an attention:
+both), residual. So many phases' in one number."""
 
 
 class _Lists(NamedTuple):
@@ -237,6 +251,7 @@ class _Shared(NamedTuple):
     seqlens: Tensor | None
     leftpad: Tensor | None
     scale: float
+    window_left: int
 
 
 def _given(
@@ -250,8 +265,8 @@ def _given(
         kind = kinds[at // _KINDS] >> _BITS * (at % _KINDS)
         count = kind & 3
         zeros, biases, norm, residual = (kind >> 4 + i & 1 for i in range(4))
-        caches = 0 if count else 2
-        counts = _Lists(count, count, zeros * count, biases * count, norm, residual, caches)
+        norms, caches = (norm, 0) if count else (2 * norm, 2)
+        counts = _Lists(count, count, zeros * count, biases * count, norms, residual, caches)
         taken = []
         for part, many, name in zip(rest, counts, _Lists._fields, strict=True):
             if len(part) < many:
@@ -263,15 +278,15 @@ def _given(
             single = [[*part, None][0] for part in (own.norms, own.residuals)]
             found.append(_Given(*(out, one, *own[:4], *single, kind >> 2 & 3)))
         else:
-            found.append(_attention(one, out, own.caches, shared))
+            found.append(_attention(one, out, own, shared))
     whole = sum(kind << _BITS * _KINDS * i for i, kind in enumerate(kinds))
     if any(rest) or whole >> _BITS * len(outs):
         _fail(f"there are more tensors, or fewer phases, than kinds={kinds} says")
     return found
 
 
-def _attention(x: Tensor, out: Tensor, caches: list[Tensor], shared: _Shared) -> Attention:
-    keys, values = caches
+def _attention(x: Tensor, out: Tensor, own: _Lists, shared: _Shared) -> Attention:
+    keys, values = caches = own.caches
     if keys.dim() != 4 or keys.shape != values.shape or keys.shape[-1] not in _HEAD_DIMS:
         _fail(
             "caches must be two of [1, capacity, key heads, head_dim], with a head_dim of"
@@ -285,20 +300,30 @@ def _attention(x: Tensor, out: Tensor, caches: list[Tensor], shared: _Shared) ->
         _fail(f"an attention's x must have {wanted} columns, got {list(x.shape)}")
     if shared.seqlens is None:
         _fail("seqlens must be given with an attention")
+    for norm in own.norms:
+        if list(norm.shape) != [dim]:
+            _fail(f"an attention's norm must have shape {[dim]}, got {list(norm.shape)}")
     rotary: Any = None if shared.cos is None else (shared.cos, shared.sin)
     seqlens: Any = shared.seqlens
-    return Attention(out, x, keys, values, rotary, seqlens, shared.leftpad, shared.scale)
+    norms: Any = tuple(own.norms) or None
+    numbers = shared.scale, shared.window_left
+    return Attention(out, x, keys, values, rotary, seqlens, shared.leftpad, *numbers, norms)
 
 
-def _attended(one: Attention) -> tuple[Any, ...]:
+def _attended(one: Attention, eps: float, offset: float) -> tuple[Any, ...]:
     """The arguments of attention over a cache."""
     _, _, of_keys, dim = one.keys.shape
     q, k, v = one.x.view(len(one.x), 1, -1, dim).split(
         [one.out.shape[1] // dim, of_keys, of_keys], dim=2
     )
+    if one.norms is not None:
+        q, k = (
+            normalize(x, wide(norm) + offset, None, eps, centered=False)[0].to(x.dtype)
+            for x, norm in zip((q, k), one.norms, strict=True)
+        )
     tables = one.rotary or (None, None)
     lengths = one.seqlens, -1, None, one.leftpad, None
-    rest = one.scale, -1, -1, 0.0, False, None, 0, None, True, False
+    rest = one.scale, one.window_left, -1, 0.0, False, None, 0, None, True, False
     return q, one.keys, one.values, k, v, *tables, *lengths, *rest
 
 
@@ -317,12 +342,13 @@ def _check(
     biases: list[Tensor], norms: list[Tensor], residuals: list[Tensor], caches: list[Tensor],
     outs: list[Tensor], cos: Tensor | None, sin: Tensor | None, seqlens: Tensor | None,
     leftpad: Tensor | None, workspace: Tensor, eps: float, offset: float, scale: float,
-    *kinds: int,
+    window_left: int, *kinds: int,
 ) -> None:  # fmt: skip
     lists = _Lists(weights, scales, zeros, biases, norms, residuals, caches)
-    for one in _given(x, xs, lists, outs, _Shared(cos, sin, seqlens, leftpad, scale), *kinds):
+    shared = _Shared(cos, sin, seqlens, leftpad, scale, window_left)
+    for one in _given(x, xs, lists, outs, shared, *kinds):
         if isinstance(one, Attention):
-            kvcache_attention.check(*_attended(one))
+            kvcache_attention.check(*_attended(one, eps, offset))
             continue
         int4_few_rows.check(*_alone(one, eps, offset))
         shapes = [[*one.x.shape[:-1], one.width], list(one.x.shape[-1:])]
@@ -342,13 +368,14 @@ def _reference(
     biases: list[Tensor], norms: list[Tensor], residuals: list[Tensor], caches: list[Tensor],
     outs: list[Tensor], cos: Tensor | None, sin: Tensor | None, seqlens: Tensor | None,
     leftpad: Tensor | None, workspace: Tensor, eps: float, offset: float, scale: float,
-    *kinds: int,
+    window_left: int, *kinds: int,
 ) -> None:  # fmt: skip
     del workspace
     lists = _Lists(weights, scales, zeros, biases, norms, residuals, caches)
-    for one in _given(x, xs, lists, outs, _Shared(cos, sin, seqlens, leftpad, scale), *kinds):
+    shared = _Shared(cos, sin, seqlens, leftpad, scale, window_left)
+    for one in _given(x, xs, lists, outs, shared, *kinds):
         if isinstance(one, Attention):
-            made = kvcache_attention.composed(*_attended(one))[0]
+            made = kvcache_attention.composed(*_attended(one, eps, offset))[0]
             one.out.copy_(made.view(one.out.shape))
         else:
             one.out.copy_(int4_few_rows.reference(*_alone(one, eps, offset)))
@@ -378,6 +405,7 @@ def self_check(make: Make) -> Any:
     _CALL(*_arguments(phases, workspace, 1e-6, 0.0))
     end, keys, values = half(1, 32), half(1, 40, 1, 32), half(1, 40, 1, 32)
     length = torch.full((1,), 9, dtype=torch.int32, device=x.device)
-    attention = Attention(end, out[:1], keys, values, None, length, None, 1.0)
+    norms = half(32), half(32)
+    attention = Attention(end, out[:1], keys, values, None, length, None, 1.0, -1, norms)
     _CALL(*_arguments([attention], workspace, 1e-6, 0.0))
     return *outs, end, keys, values

@@ -232,9 +232,12 @@ def rms_norm(
     codes: bool = False,  # noqa: ARG001
 ) -> Any:
     """``codes``: linear layers read the result in fp8 (``fp8.py``)."""
-    if x.dtype not in _DTYPES or not is_plain(module._parameters.get("weight")):
+    weight = module._parameters.get("weight")
+    if x.dtype not in _DTYPES or not is_plain(weight):
         return NotImplemented
     known = None if torch.compiler.is_compiling() else _known(module, x)
+    if known is None and weight is not None and state.queue is not None:
+        known = state.queue.normalize(x, weight, eps, offset)
     return _rms_norm(x, _gain(module, offset), eps) if known is None else known
 
 

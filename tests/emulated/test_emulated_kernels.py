@@ -216,7 +216,7 @@ A_CHAIN = (
 
 
 ATTENTION = f"{CHAINS}::test_attention_is_float64s"
-AN_ATTENTION = f"{ATTENTION}[(5, 1, 32, 450, 449, 32)-torch.bfloat16]"
+AN_ATTENTION = f"{ATTENTION}[(5, 1, 32, 450, 449, 32, -1, True)-torch.bfloat16]"
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,9 @@ def without(
 LAUNCHES = {
     ("llama", 2): [1, 4, 3],  # q, k and v; what follows an attention; the same before the head
     ("llama", 1): [10],  # with attention
-    ("mistral", 1): [1, 4, 3],  # its attention has a window
-    ("qwen3", 1): [1, 4, 3],  # its queries are normalized
+    ("mistral", 1): [10],  # its attention has a window
+    ("qwen3", 1): [10],  # its queries and keys are normalized
+    ("qwen3", 2): [1, 4, 3],
     ("gemma3", 2): [1, 1, 2, 1, 1, 2],
     ("gpt_oss", 2): [1, 1, 1, 1],
 }
@@ -167,13 +168,87 @@ def test_attention_of_what_was_not_recorded(launches: list[int]) -> None:
     apart."""
     (product,) = products(1)
     x = product.out
-    rest = torch.zeros(1, 9, 1, 32), torch.zeros(1, 9, 1, 32), None, (torch.zeros(1), None), None
+    caches = torch.zeros(1, 9, 1, 32), torch.zeros(1, 9, 1, 32)
+    rest = *caches, None, (torch.zeros(1), None), None, -1
     with chain.Queue(workspace()) as queue:
         assert queue.attend(*[x.view(1, 1, 1, 32)] * 3, *rest) is None  # nothing is recorded
         record(queue, [product])
         parts = x.view(1, 1, 1, 32)
         assert queue.attend(parts, parts, parts, *rest) is None
         assert not launches
+
+
+HEADS, GAIN = (1, 1, 4, 8), torch.full((8,), 0.5).bfloat16()
+
+
+def normalize(queue: Any, x: Tensor) -> Any:
+    """A recorded norm of a product's heads."""
+    return queue.normalize(x.view(HEADS), GAIN, 1e-5, 1.0)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda _, x: x + 1,
+        lambda _, x: x.view(-1)[3:].clone(),
+        lambda _, x: torch.cat([x, x]),
+        lambda queue, x: queue.add(products(1, x=x.view(1, 32))[0], (1e-6, 0.0)),
+        lambda queue, x: queue.add(products(1, residual=x.view(1, 32))[0], (1e-6, 0.0)),
+    ],
+)
+def test_norms_that_anything_but_attention_reads_are_computed(
+    read: Any, launches: list[int]
+) -> None:
+    (product,) = products(1)
+    with torch.no_grad(), chain.Queue(workspace()) as queue:
+        record(queue, [product])
+        made = normalize(queue, product.out)
+        assert not launches
+        read(queue, made)
+        assert launches == [1]
+        assert torch.equal(made, flexops.rms_norm(product.out.view(HEADS), GAIN + 1, 1e-5))
+
+
+def test_norms_that_are_not_recorded(launches: list[int]) -> None:
+    """Of what no product has just given, of several tokens, in another dtype, of all heads."""
+    first, second = products(2)
+    single, wide = GAIN.float(), torch.ones(32).bfloat16()
+    with torch.no_grad(), chain.Queue(workspace()) as queue:
+        assert normalize(queue, first.out) is None
+        record(queue, [first, second])
+        assert normalize(queue, first.out) is None
+        x = second.out
+        assert queue.normalize(x.view(1, 4, 1, 8), GAIN, 1e-5, 1.0) is None
+        assert queue.normalize(x.view(HEADS), single, 1e-5, 1.0) is None
+        assert queue.normalize(x.view(HEADS).transpose(2, 3), GAIN[:4], 1e-5, 1.0) is None
+        assert queue.normalize(x, wide, 1e-5, 1.0) is None
+        assert normalize(queue, x) is not None
+        assert not launches
+
+
+def test_attention_behind_norms(launches: list[int]) -> None:
+    """Of queries and keys, whole and alike; then nothing else has to be computed."""
+    x, weight = torch.randn(1, 64).bfloat16(), torch.ones(32).bfloat16()
+    three = [flexops.quantize_int4(torch.randn(32, 64).half(), 32) for _ in range(3)]
+    product = Phase(torch.empty(1, 96).bfloat16(), x, three, [], None, None, 0)
+    keys, values = torch.zeros(2, 1, 9, 1, 32).bfloat16()
+    rest = keys, values, None, (torch.zeros(1, dtype=torch.int32), None), None, -1
+    with torch.no_grad(), chain.Queue(workspace()) as queue:
+        record(queue, [product])
+        q, k, v = product.out.view(1, 1, 3, 32).split(1, 2)
+        of_q, of_k, other = (queue.normalize(one, weight, eps, 0.0)
+                             for one, eps in ((q, 1e-5), (k, 1e-5), (k, 1e-6)))  # fmt: skip
+        assert queue.attend(of_q, k, v, *rest) is None
+        assert queue.attend(of_q, other, v, *rest) is None
+        assert queue.attend(of_q, of_k, other, *rest) is None
+        assert queue.attend(of_q.view(1, 1, 2, 16), of_k.view(1, 1, 2, 16), v, *rest) is None
+        made = queue.attend(of_q.transpose(1, 2).transpose(1, 2), of_k, v, *rest)
+        assert not launches
+        queue.run()
+    assert launches == [2]
+    assert torch.equal(made, v)
+    assert torch.equal(keys[:, :1], flexops.rms_norm(k, weight, 1e-5))
+    assert torch.equal(values[:, :1], v)
 
 
 def test_products_that_one_launch_does_not_take(launches: list[int]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import flexops
 from flexops.ops import few_rows_chain, int4_linear, kvcache_attention
@@ -163,7 +164,7 @@ def test_launches_follow_each_other_in_a_graph():
 
 def attention(
     x: Tensor, heads: int, heads_k: int, dim: int, length: int, padding: int | None, turned: int,
-    capacity: int = 600,
+    window_left: int, normed: bool, capacity: int = 600,
 ) -> Attention:  # fmt: skip
     """Of a part of longer caches; ``turned``: columns that the rotary embedding turns."""
     keys, values = (
@@ -178,30 +179,35 @@ def attention(
     ]
     out = torch.full((1, heads * dim), torch.nan, dtype=x.dtype, device=CUDA)
     rotary = tuple(tables) if turned else None
-    return Attention(out, x, keys, values, rotary, *whole, dim**-0.5)  # type: ignore[arg-type]
+    norms = torch.rand(2, dim, device=CUDA).to(x.dtype).unbind() if normed else None
+    rest = *whole, dim**-0.5, window_left, norms
+    return Attention(out, x, keys, values, rotary, *rest)  # type: ignore[arg-type]
 
 
 def attended(phase: Attention) -> tuple[Tensor, Tensor, Tensor]:
     """The result, and both caches, in float64."""
-    given = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
-             for x in few_rows_chain._attended(phase)]  # fmt: skip
+    wide = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, phase)
+    given = few_rows_chain._attended(wide, EPS, OFFSET)
     caches = [one.clone() for one in given[1:3]]
     out, _ = kvcache_attention._reference(given[0], *caches, *given[3:])
     return out.view(len(out), -1), *caches
 
 
+EPS, OFFSET = 1e-5, 0.5
 ATTENTIONS = [
-    (32, 8, 128, 511, None, 128),
-    (32, 8, 128, 512, 70, 128),
-    (32, 8, 64, 599, 0, 64),
-    (8, 8, 128, 0, None, 128),
-    (4, 4, 32, 2, 5, 0),  # padding hides the new token
-    (6, 2, 256, 130, 7, 64),
-    (10, 2, 64, 300, None, 48),
-    (5, 1, 32, 450, 449, 32),
-    (5, 1, 32, 600, None, 32),  # a full cache takes no token
-    (128, 64, 64, 333, None, 64),  # one split
+    (32, 8, 128, 511, None, 128, -1, False),
+    (32, 8, 128, 512, 70, 128, -1, True),
+    (32, 8, 64, 599, 0, 64, 300, False),
+    (8, 8, 128, 0, None, 128, -1, True),
+    (4, 4, 32, 2, 5, 0, -1, True),  # padding hides the new token
+    (6, 2, 256, 130, 7, 64, 0, True),  # it sees itself alone
+    (10, 2, 64, 300, None, 48, 77, True),
+    (5, 1, 32, 450, 449, 32, -1, True),
+    (5, 1, 32, 600, None, 32, 20, True),  # a full cache takes no token
+    (128, 64, 64, 333, None, 64, -1, False),  # one split
 ]
+"""Heads, key heads, their columns, length, padding, columns that are turned, the window's left part,
+whether queries and key are normalized."""
 
 
 @torch.no_grad()
@@ -210,14 +216,14 @@ ATTENTIONS = [
 def test_attention_is_float64s(case, dtype):
     """As the first phase of a launch, and behind and before a product."""
     torch.manual_seed(0)
-    heads, heads_k, dim, length, padding, turned = case
+    heads, heads_k, dim, *_ = case
     hidden = 192
     workspace = torch.zeros(WORKSPACE, dtype=torch.int32, device=CUDA)
     x = torch.randn(1, hidden, device=CUDA).to(dtype)
     qkv = torch.full((1, (heads + 2 * heads_k) * dim), torch.nan, dtype=dtype, device=CUDA)
     project = Phase(qkv, x, [int4(qkv.shape[1], hidden, 64, False, dtype)], [], None, None, 0)
     capacity = 400 if heads_k == 64 else 600
-    phase = attention(qkv, heads, heads_k, dim, length, padding, turned, capacity)
+    phase = attention(qkv, *case, capacity)
     assert attends(phase)
     end = Phase(torch.empty_like(x), phase.out, [int4(hidden, heads * dim, 32 if dim == 32 else 64,
                 False, dtype)], [], None, None, 0)  # fmt: skip
@@ -229,7 +235,7 @@ def test_attention_is_float64s(case, dtype):
     for phases in chains + chains:
         phase.keys.copy_(kept[0]), phase.values.copy_(kept[1])
         phase.out.fill_(torch.nan)
-        few_rows_chain_(phases, workspace)
+        few_rows_chain_(phases, workspace, eps=EPS, offset=OFFSET)
         # of no token that is seen: zeros
         assert (phase.out.double() - exact).norm() <= BOUNDS[dtype][0] * exact.norm()
         assert (phase.keys.double() - keys).norm() < BOUNDS[dtype][0] * keys.norm()

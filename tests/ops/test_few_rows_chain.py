@@ -87,6 +87,7 @@ def given(**changes: Any) -> list[Any]:
         "eps": 1e-6,
         "offset": 0.0,
         "scale": 0.0,
+        "window_left": -1,
         "kinds0": (2 | 1 << 2 | 0b0101 << 4) | (1 | 0b1000 << 4) << 8,
         "kinds1": 0,
         "kinds2": 0,
@@ -106,7 +107,7 @@ def given(**changes: Any) -> list[Any]:
         ({"norms": []}, "norms must hold as many"),
         ({"residuals": []}, "residuals must hold as many"),
         ({"biases": [half(96)]}, "there are more tensors, or fewer phases, than kinds="),
-        ({"kinds0": given()[18] | 1 << 20}, "there are more tensors, or fewer phases"),
+        ({"kinds0": given()[19] | 1 << 20}, "there are more tensors, or fewer phases"),
         ({"outs": [half(1, 96), half(2, 64)]}, r"phase's out must have shape \[1, 64\]"),
         ({"residuals": [half(2, 64)]}, r"phase's residual must have shape \[1, 64\]"),
         ({"norms": [half(48)]}, r"phase's norm must have shape \[64\]"),
@@ -129,21 +130,31 @@ def attention(x: Tensor, heads: int = 4, heads_k: int = 2, dim: int = 32) -> Att
     return Attention(half(len(x), heads * dim), x, keys, values, rotary, lengths, padding, 0.2)
 
 
-def test_attention_is_that_of_the_operator():
+@pytest.mark.parametrize(("window_left", "normed"), [(-1, False), (9, True)])
+def test_attention_is_that_of_the_operator(window_left, normed):
     """Behind the product whose result it takes; each appends a token to caches of its own."""
     torch.manual_seed(0)
     x, qkv = half(1, 64), half(1, 256)
     product = Phase(qkv, x, [int4(256, 64)], [], None, None, 0)
-    phase = attention(qkv)
+    norms: Any = (half(32), half(32)) if normed else None
+    phase = attention(qkv)._replace(window_left=window_left, norms=norms)
     caches = [one.clone() for one in (phase.keys, phase.values)]
-    few_rows_chain_([product, phase], workspace())
+    few_rows_chain_([product, phase], workspace(), eps=1e-5, offset=1.0)
     q, k, v = qkv.view(1, 1, 8, 32).split([4, 2, 2], 2)
+    if normed:
+        q, k = (
+            flexops.rms_norm(one, norm.float() + 1, 1e-5)
+            for one, norm in zip((q, k), norms, strict=True)
+        )
     expected = flexops.attention_with_kvcache(
         q, *caches, k, v, *phase.rotary, cache_seqlens=phase.seqlens, cache_leftpad=phase.leftpad,
-        softmax_scale=0.2, rotary_interleaved=False, rotary_from_leftpad=True,
+        softmax_scale=0.2, window_size=(window_left, -1), rotary_interleaved=False,
+        rotary_from_leftpad=True,
     )  # fmt: skip
-    assert torch.equal(phase.out, expected.view(1, -1))
-    assert torch.equal(phase.keys, caches[0])
+    # kernels for the CPU may round a normalized number otherwise
+    bound = {"rtol": 2**-7, "atol": 2**-7} if normed else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(phase.out, expected.view(1, -1), **bound)
+    torch.testing.assert_close(phase.keys, caches[0], **bound)
     assert torch.equal(phase.values, caches[1])
 
 
@@ -160,6 +171,11 @@ def test_attention_is_that_of_the_operator():
         ({"seqlens": None}, "seqlens must be given with an attention"),
         ({"seqlens": torch.zeros(2, dtype=torch.int32)}, r"cache_seqlens must have shape"),
         ({"cos": half(9, 40)}, r"rotary_cos must have shape"),
+        ({"kinds0": 1 << 6}, "norms must hold as many tensors as kinds="),
+        (
+            {"kinds0": 1 << 6, "norms": [half(32), half(64)]},
+            r"an attention's norm must have shape \[32\], got \[64\]",
+        ),
     ],
     ids=lambda one: "" if isinstance(one, str) else next(iter(one)),
 )
@@ -181,6 +197,8 @@ def test_what_attention_the_kernel_computes():
     attends = few_rows_chain.attends
     assert attends(phase)
     assert attends(phase._replace(rotary=None, leftpad=None))
+    assert attends(phase._replace(window_left=5, norms=(half(32), half(32))))
+    assert not attends(phase._replace(norms=(half(32), torch.ones(32))))
     assert not attends(attention(half(2, 256)))
     assert not attends(attention(half(1, 384), dim=48))
     assert not attends(phase._replace(rotary=tuple(one.float() for one in phase.rotary)))

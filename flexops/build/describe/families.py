@@ -646,8 +646,8 @@ CATALOG: tuple[OpSpec, ...] = (
             "few_rows_chain_(Tensor x, Tensor[] xs, Tensor[] weights, Tensor[] scales, Tensor[]"
             " zeros, Tensor[] biases, Tensor[] norms, Tensor[] residuals, Tensor(c!)[] caches,"
             " Tensor(a!)[] outs, Tensor? cos, Tensor? sin, Tensor? seqlens, Tensor? leftpad,"
-            " Tensor(b!) workspace, float eps, float offset, float scale, int kinds0, int"
-            " kinds1, int kinds2, int kinds3) -> ()",
+            " Tensor(b!) workspace, float eps, float offset, float scale, int window_left, int"
+            " kinds0, int kinds1, int kinds2, int kinds3) -> ()",
             dtypes={
                 "x": ("float16", "bfloat16"),
                 "cos": _FLOATS,
