@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
 
 # documented, of a module that is not
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
@@ -32,6 +32,29 @@ _C: Any = torch._C
 
 CUDA_KEYS: Any = _C.DispatchKeySet(_C.DispatchKey.CUDA)
 """For ``redispatch``: an operator's kernel for CUDA, wherever its tensors are."""
+
+
+class TorchDispatchMode(_TorchDispatchMode):
+    """torch's, whose first call does not import ``torch._dynamo``, which takes two seconds.
+
+    torch does so to keep ``torch.compile`` out of ``__torch_dispatch__``: a process that has not
+    imported it compiles nothing.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)  # type: ignore[no-untyped-call, unused-ignore]
+        kept_out = cls.__dict__.get("__torch_dispatch__")
+        own = getattr(kept_out, "__wrapped__", None)
+        if not kept_out or not own:  # older torch leaves it as it is
+            return
+
+        def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            # it has no ``disable`` while it is being imported
+            compiler = hasattr(sys.modules.get("torch._dynamo"), "disable")
+            return (kept_out if compiler else own)(self, func, types, args, kwargs)
+
+        cls.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
+
 
 is_grad_enabled = torch.is_grad_enabled  # public, but a call looks it up: here that costs less
 

@@ -18,9 +18,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexops
+from flexops._torch import TorchDispatchMode
 from flexops.build.describe import catalog
 from flexops.build.load import loader
 
