@@ -829,6 +829,32 @@ def test_a_reference_of_another_shape_is_an_error_in_each_call(package, jit):
     run(code, package, FLEXOPS_JIT=jit)
 
 
+SMALL = """
+import sys, mylib, torch
+from flexops.errors import FlexopsError
+from flexops.ops._declared import check_reference
+x = torch.ones(4)
+mylib.scale(x, 2.0)
+def verdict(reference):
+    try:
+        return check_reference("unlike", "", reference, torch.empty_like, (x,))
+    except FlexopsError:
+        return "unlike"
+print(verdict(lambda x: x * 2), "torch._dynamo" in sys.modules, verdict(lambda x: (x * 2).sum()))
+del sys.modules["torch._dynamo"]
+state = torch.get_rng_state()
+for reference in (lambda x: x[: int(x.sum())], lambda x: x[x > 0], torch.rand_like, lambda x: mylib.scale(x, 2.0)):
+    print(verdict(reference), torch.get_rng_state().equal(state))
+"""
+
+
+def test_a_small_call_is_verified_without_torchs_compiler(package):
+    """On zeros, unless a reference asks for values or draws random numbers; what differs there is
+    verified by the compiler, too."""
+    said = run(SMALL, package, FLEXOPS_LOG="quiet").splitlines()
+    assert said == ["True False unlike", *["True True"] * 4]
+
+
 @pytest.mark.extra
 def test_the_contract_finds_a_fake_kernel_that_says_something_else(package):
     text = (package / "mylib/__init__.py").read_text()
