@@ -36,6 +36,7 @@ from .entry import Demands as Demands
 from .entry import Entry as Entry
 from .entry import read_entry as read_entry
 from .entry import read_manifest as read_manifest
+from .entry import size_of
 from .manifest import FILE_NAME, Manifest, Rejection
 
 if TYPE_CHECKING:
@@ -484,6 +485,8 @@ class BuildCache:
         """Remove the least recently used entries until the cache is within its bound; returns what
         was removed."""
         limit = self.max_bytes if max_bytes is None else max_bytes
+        if self._is_within(limit):
+            return []
         entries, removed = self.entries(), []
         total = sum(entry.size for entry in entries)
         for entry in entries:
@@ -495,6 +498,16 @@ class BuildCache:
             self.remove(entry.directory)
             removed.append(entry)
         return removed
+
+    def _is_within(self, limit: int) -> bool:
+        """Whether all that lies where entries are takes no more bytes; reads no manifest, as after
+        each build of a cache with thousands of entries."""
+        for name in _subdirectories(self.root):
+            if not name.name.startswith("."):
+                limit -= sum(size_of(path) for path in _subdirectories(name))
+                if limit < 0:
+                    return False
+        return True
 
     def clear(self, names: tuple[str, ...] = ()) -> list[Entry]:
         """Remove every entry, or those called ``names``, and with "every" what was quarantined;

@@ -60,11 +60,16 @@ class Entry(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes of all its files; 0 if the entry is gone."""
-        try:
-            with os.scandir(self.directory) as files:
-                return sum(file.stat(follow_symlinks=False).st_size for file in files)
-        except OSError:
-            return 0
+        return size_of(self.directory)
+
+
+def size_of(directory: Path) -> int:
+    """Bytes of the files in an entry's directory; 0 if it is gone."""
+    try:
+        with os.scandir(directory) as files:
+            return sum(file.stat(follow_symlinks=False).st_size for file in files)
+    except OSError:
+        return 0
 
 
 class Demands(NamedTuple):
