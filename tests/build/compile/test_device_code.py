@@ -156,9 +156,8 @@ def of_one_type(names: list[str]) -> list[str]:
 def compile_all(
     family: str, names: list[str], wanted: Architecture, compiler: DeviceCompiler
 ) -> None:
-    """The newest compiler each for itself, as they are used; another those of one header a few at
-    a time, for which it reads the header once."""
-    most = 1 if compiler.version.parts == NEWEST else 6
+    """Those of one header a few at a time, for which it is read once."""
+    most = 6
     headers: dict[tuple[str, Architecture], list[kernel_plan.KernelPlan]] = {}
     for name in names:
         if kernel_names.fitted(name, wanted):
