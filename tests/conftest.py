@@ -12,6 +12,8 @@ import functools
 import gc
 import getpass
 import importlib.util
+import io
+import logging
 import os
 import re
 import shutil
@@ -362,6 +364,19 @@ def ccache() -> Path:
     found = shutil.which("ccache")
     _require(found, "ccache", "apt-get install ccache")
     return Path(str(found))
+
+
+@pytest.fixture
+def logged() -> Iterator[io.StringIO]:
+    """What is logged in this test; it may set the root logger's level. In place of ``caplog``, which
+    belongs to a plugin of pytest's that is off (see pyproject.toml)."""
+    text = io.StringIO()
+    handler, root = logging.StreamHandler(text), logging.getLogger()
+    level = root.level
+    root.addHandler(handler)
+    yield text
+    root.removeHandler(handler)
+    root.setLevel(level)
 
 
 @pytest.fixture

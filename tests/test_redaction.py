@@ -78,7 +78,7 @@ def test_no_message_of_a_client_shows_what_a_variable_holds(password, form):
 )
 def test_no_command_shows_a_password(
     password, command, tmp_path, monkeypatch,
-    caplog
+    logged
 ):  # fmt: skip
 
     monkeypatch.setenv("FLEXOPS_CACHE_REMOTE", f"https://me:{password}@localhost:1/x")
@@ -86,9 +86,9 @@ def test_no_command_shows_a_password(
     monkeypatch.setenv("FLEXOPS_CACHE_DIR", str(tmp_path))
     monkeypatch.chdir(str(tmp_path))
     settings.current.cache_clear()
-    with caplog.at_level(logging.DEBUG):
-        done = flexops_command(*command.format(tmp_path).split(), catch_exceptions=True)
-    assert not shows(f"{done.output} {done.exception} {caplog.text}")
+    logging.getLogger().setLevel(logging.DEBUG)
+    done = flexops_command(*command.format(tmp_path).split(), catch_exceptions=True)
+    assert not shows(f"{done.output} {done.exception} {logged.getvalue()}")
 
 
 def test_doctor_s_finding_shows_no_password():

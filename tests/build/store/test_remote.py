@@ -307,12 +307,12 @@ def test_a_store_that_is_stopped_in_the_middle(machines, opened, monkeypatch):
     assert there.problem
 
 
-def test_a_client_that_is_not_installed_is_named(machines, opened, monkeypatch, caplog):
+def test_a_client_that_is_not_installed_is_named(machines, opened, monkeypatch, logged):
     monkeypatch.setattr(sys, "path", [path for path in sys.path if "site-packages" not in path])
     there = opened("s3://bucket")
     assert answer(machines.obtain("first", there).library) == 42
     assert 'pip install "flexops-torch[remote]"' in there.problem
-    assert caplog.text.count("flexops-torch[remote]") == 1
+    assert logged.getvalue().count("flexops-torch[remote]") == 1
 
 
 # ---- one compile in a cluster ----
@@ -575,12 +575,12 @@ def test_an_extension_of_a_users_own(tmp_path, host_compiler, monkeypatch):
 # ---- secrets, counters, and the rest ----
 
 
-def test_errors_tell_no_secrets(machines, opened, bad, caplog):
+def test_errors_tell_no_secrets(machines, opened, bad, logged):
     bad.fault = stores.forbids
     port = bad.server_port
     there = opened(f"http://user:hunter2@127.0.0.1:{port}/store?sig=topsecret")
     machines.obtain("first", there)
-    said = f"{there.problem} {there.name} {caplog.text}"
+    said = f"{there.problem} {there.name} {logged.getvalue()}"
     assert there.problem
     assert not [secret for secret in ("hunter2", "topsecret", "tests-own-secret") if secret in said]
 
