@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from .._torch import TorchDispatchMode
+from .._torch import TorchDispatchMode, tree_leaves
 from ..ops.few_rows_chain import (
     MOST_PHASES,
     MOST_PRODUCTS,
@@ -166,7 +165,7 @@ class Queue(TorchDispatchMode):
         if func not in _PASS:
             self.run()
             if self._norms:
-                self._write_what(*pytree.tree_leaves((args, kwargs)))
+                self._write_what(*tree_leaves((args, kwargs)))
         return func(*args, **(kwargs or {}))
 
     def _write_what(self, *read: Any) -> None:
