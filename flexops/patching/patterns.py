@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..nn import Int4Linear
 from ..nn.linears import is_linear
-from . import convolution, experts, forwards, loss, projections, rope, torch_modules
+from . import convolution, experts, forwards, loss, projections, rope, routers, torch_modules
 from .probe import (
     CLASSES,
     LENGTH,
@@ -34,9 +34,11 @@ from .probe import (
     by,
     linear,
     own_class,
+    settings,
     small,
     small_sizes,
     unheard,
+    values_of,
 )
 
 Candidate = tuple[Any, ...]
@@ -69,28 +71,6 @@ class Pattern:
 
     def key(self, module: Any) -> Any:
         return (settings(module), self.differs(module))
-
-
-def settings(module: nn.Module) -> Any:
-    """What a module's code may depend on: numbers, functions and kinds of parts. Its
-    place in the model (``layer_idx``) is none, so that a class is probed once."""
-    parts = tuple(
-        (name, type(part), getattr(part, "bias", None) is None)
-        for name, part in module._modules.items()
-    )
-    config = vars(module).get("config")
-    shared = _values(config) if hasattr(config, "__dict__") or isinstance(config, dict) else ()
-    return _values(module), shared, parts, tuple(module._parameters)
-
-
-def _values(owner: Any) -> tuple[Any, ...]:
-    """Numbers, names and functions; of a bound method its function, which keeps no model alive."""
-    return tuple(
-        (name, getattr(value, "__func__", value))
-        for name, value in (owner if isinstance(owner, dict) else vars(owner)).items()
-        if name not in ("training", "layer_idx", "layer_id", "forward")
-        and (isinstance(value, (int, float, str, type(None))) or inspect.isroutine(value))
-    )
 
 
 def _input(*shape: int) -> Tensor:
@@ -519,6 +499,13 @@ PATTERNS: tuple[Pattern, ...] = (
         experts.refuse_dense,
     ),
     Pattern(
+        "experts",
+        "route_tokens",
+        routers.concerns,
+        routers.candidates,
+        routers.miniature,
+    ),
+    Pattern(
         "rope",
         "rotary_embedding",
         lambda module: rope.original(module) is not None,
@@ -533,7 +520,7 @@ PATTERNS: tuple[Pattern, ...] = (
         _loss_candidates,
         None,
         _no_loss,
-        lambda module: _values(module.config),  # soft caps and scales
+        lambda module: values_of(module.config),  # soft caps and scales
     ),
 )
 """A module may match more than one: attention has rotary embedding."""

@@ -101,6 +101,28 @@ def bare(module: nn.Module, **children: Any) -> Any:
     return made.eval()
 
 
+def settings(module: nn.Module) -> Any:
+    """What a module's code may depend on: numbers, functions and kinds of parts. Its
+    place in the model (``layer_idx``) is none, so that a class is probed once."""
+    parts = tuple(
+        (name, type(part), getattr(part, "bias", None) is None)
+        for name, part in module._modules.items()
+    )
+    config = vars(module).get("config")
+    shared = values_of(config) if hasattr(config, "__dict__") or isinstance(config, dict) else ()
+    return values_of(module), shared, parts, tuple(module._parameters)
+
+
+def values_of(owner: Any) -> tuple[Any, ...]:
+    """Numbers, names and functions; of a bound method its function, which keeps no model alive."""
+    return tuple(
+        (name, getattr(value, "__func__", value))
+        for name, value in (owner if isinstance(owner, dict) else vars(owner)).items()
+        if name not in ("training", "layer_idx", "layer_id", "forward")
+        and (isinstance(value, (int, float, str, type(None))) or inspect.isroutine(value))
+    )
+
+
 def unheard(act: Any) -> Any:
     """The activation, without those who listen to its calls: what is tried here is none of
     theirs."""

@@ -22,7 +22,7 @@ from ..generation.sources import code_of
 from ..nn.linears import function_of, is_linear
 from ..report import Row
 from . import forwards
-from .patterns import looks_like_norm, settings, tiny_norm
+from .patterns import looks_like_norm, tiny_norm
 from .probe import (
     LENGTH,
     WIDTH,
@@ -37,6 +37,7 @@ from .probe import (
     once,
     own_class,
     own_code,
+    settings,
     small,
     undisturbed,
 )

@@ -380,7 +380,7 @@ class Choices(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.topk.default:
+        if func in (torch.ops.aten.topk.default, torch.ops.flexops.route_tokens.default):
             self.found.append(result[1].sort(-1).values)
         return result
 
