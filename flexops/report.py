@@ -21,8 +21,10 @@ FAMILIES = {
     "linear_cross_entropy": ("cross_entropy",),
     **dict.fromkeys(("projections", "generation"), ("few_rows", "kvcache_attention")),
     "int4_linear": ("int4_linear",),
-    "gated_experts": ("experts", "grouped_linear"),
-    "grouped_linear": ("experts", "grouped_linear"),
+    **dict.fromkeys(
+        ("gated_experts", "grouped_linear"), ("experts", "grouped_linear", "few_experts")
+    ),
+    "route_tokens": ("experts",),
     "causal_conv1d": ("causal_conv1d",),
     "fp8_linear": ("fp8_linear", "activation"),
 }

@@ -6,5 +6,7 @@ namespace flexops {
 constexpr int kMostFewRows = 16, kMostFewWeights = 3;
 
 enum FewRowsActivation { kFewNone, kFewSilu, kFewGelu, kFewGeluTanh, kFewActivations };
+/// Of experts only: (up + 1) gate sigmoid(alpha gate), both within a limit.
+constexpr int kFewClamped = kFewActivations;
 
 }  // namespace flexops

@@ -11,7 +11,8 @@ the device), their rows are one matrix, and every linear layer is one grouped pr
     ddown[e] = sum_s dout[t] (w h[s])^T      dpacked[s]: of w h, by dh
     dgate_up[e] = sum_s dpacked[s] x[t]^T    dx[t] = sum_j gate_up[e]^T dpacked[s]
 
-So the backward pass needs ``packed`` only: neither the rows of the tokens nor the experts' results,
+Few choices without a gradient are computed where they are, not ordered (:mod:`.few_experts`).
+The backward pass needs ``packed`` only: neither the rows of the tokens nor the experts' results,
 both of tokens x k x hidden, are kept. (Guo et al., "SonicMoE", 2025, have the gradient of the
 weights from ``h``, too.)
 """
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from .._torch import factors, is_grad_enabled
+from . import few_experts
 from ._arguments import ANY_FLOAT, FLOAT_DTYPES, check_shape, check_tensor, wide
 from ._declared import define
 from ._register import caller, check_places
@@ -97,8 +99,23 @@ def gated_experts(
     # torch's builtin for this is none that torch.compile of torch 2.11 traces
     floats = x, weights, gate_up, down  # of any kind: the operator rejects what is no tensor
     keep = is_grad_enabled() and any(getattr(one, "requires_grad", False) for one in floats)
+    if not keep and _are_few(choices):
+        _check(x, choices, weights, gate_up, down)
+        if few_experts.fits(x, choices, gate_up, down):
+            given = x, choices, few_experts.weights_for(x, weights), gate_up, down
+            return few_experts.few_experts(*given, activation=activation)
     result: Tensor = _CALL(x, choices, weights, gate_up, down, _NUMBERS[activation], keep)[0]
     return result
+
+
+def _are_few(choices: Any) -> bool:
+    return (
+        isinstance(choices, Tensor)
+        and choices.is_cuda
+        and choices.numel() <= few_experts.MOST_CHOICES
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cuda")
+    )
 
 
 def expert_order(choices: Tensor, experts: int) -> Order:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .._torch import is_grad_enabled
 from ..nn.linears import DTYPES
 from ..ops.experts import (
     add_bias,
@@ -20,6 +22,7 @@ from ..ops.experts import (
     gated_experts,
     spread_rows,
 )
+from ..ops.few_experts import few_experts, fits, weights_for
 from ..ops.grouped_linear import grouped_linear
 from .forwards import plain
 from .probe import (
@@ -123,13 +126,15 @@ Layer = tuple[Tensor, Tensor | None]
 
 class Parts(NamedTuple):
     """What experts consist of: the layer of gate and up, or of up alone; that of
-    down; what is between; the activation, if :func:`flexops.gated_experts` computes all; a norm."""
+    down; what is between; the activation, if :func:`flexops.gated_experts` computes all; a norm;
+    options of :func:`flexops.ops.few_experts.few_experts`, if that computes few tokens."""
 
     first: Layer
     last: Layer
     inner: Callable[..., Any]
     kind: Any = ""
     norm: Any = None
+    few: dict[str, Any] | None = None
 
 
 def _parts(module: Any) -> Parts:
@@ -143,15 +148,44 @@ def _parts(module: Any) -> Parts:
     own = getattr(module, "_apply_gate", functools.partial(_gate, module))
     norm = module.post_expert_norm if _has_norm(module) else None
     inner = own if gated else module.act_fn
-    return Parts(first, layer("down_proj"), inner, _standard_activation(module), norm)
+    few = _few_options(module) if gated and norm is None else None
+    return Parts(first, layer("down_proj"), inner, _standard_activation(module), norm, few)
+
+
+def _few_options(module: Any) -> dict[str, Any] | None:
+    if _has_usual_gate(module):
+        activation = _ACTIVATIONS.get(type(module.act_fn).__name__)
+        return None if activation is None else {"activation": activation}
+    kind: Any = type(module)
+    alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
+    if isinstance(alpha, float) and isinstance(limit, float) and _is_clamped(kind):
+        return {"activation": "clamped", "interleaved": True, "alpha": alpha, "limit": limit}
+    return None
+
+
+@functools.cache
+def _is_clamped(kind: Any) -> bool:
+    """Whether a class's gate is gpt-oss's: with alpha and limit, of a gate and an up in turn."""
+    packed = torch.linspace(-3, 3, 32).view(2, 16) * torch.tensor([[1.0], [-1.0]])
+    both = types.SimpleNamespace(alpha=1.5, limit=2.0)
+    try:
+        made = kind._apply_gate(both, packed)
+    except Exception:  # it reads more of itself
+        return False
+    gate, up = packed[:, ::2].clamp(max=2.0), packed[:, 1::2].clamp(-2.0, 2.0)
+    wanted = (up + 1) * gate * torch.sigmoid(1.5 * gate)
+    return isinstance(made, Tensor) and made.shape == wanted.shape and torch.allclose(made, wanted)
 
 
 def _compute(parts: Parts, x: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
-    first, last, inner, kind, norm = parts
+    first, last, inner, kind, norm, few = parts
     if kind:
         return gated_experts(x, choices, weights, first[0], last[0], activation=kind)
     if not torch.compiler.is_compiling():
         check_choices(choices, len(last[0]))
+        if few is not None and _takes_few(x, choices, weights, first, last):
+            given = x, choices, weights_for(x, weights), first[0], last[0], (first[1], last[1])
+            return few_experts(*given, **few)
     order = expert_order(choices, len(last[0]))
 
     def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -161,6 +195,13 @@ def _compute(parts: Parts, x: Tensor, choices: Tensor, weights: Tensor) -> Tenso
     rows = spread_rows(x, order)
     out = linear(inner(linear(rows, *first)), *last)
     return combine_rows(out if norm is None else norm(out), weights, order)
+
+
+def _takes_few(x: Tensor, choices: Tensor, weights: Tensor, first: Layer, last: Layer) -> bool:
+    tensors = x, weights, *first, *last
+    keeps = is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
+    alike = all(one is None or one.dtype == x.dtype for one in (first[1], last[1]))
+    return not keeps and alike and fits(x, choices, first[0], last[0])
 
 
 # ---- patching ------------------------------------------------------------------------------------

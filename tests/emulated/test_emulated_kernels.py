@@ -149,6 +149,7 @@ PARTS = {
         ("emulated/attention_forward.py", "multiple_of_8", 4),
     "products with 4-bit weights":
         ("emulated/int4_linear.py", "bfloat16 and (1-40 or 20-100 or exactly) or None-3", 4),
+    "experts of few tokens": ("gpu/test_few_experts_gpu.py", "float64s and bfloat16 and 72", 4),
     "operands of fp8 products": ("gpu/test_fp8_linear_gpu.py", OPERANDS, 3),
     "attention over a cache: it appends, rotates, looks up pages and attends":
         ("gpu/test_kvcache_attention_gpu.py", "small_cases and (several_tokens or a_token)", 2),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import flexops
 from flexops.ops import experts as moe
+from flexops.ops import few_experts
 from flexops.ops import grouped_linear as grouped
 
 pytestmark = pytest.mark.gpu
@@ -181,7 +182,10 @@ def test_gated_experts(tokens, k, experts, hidden, inner, skew, dtype):
     for one, other in zip((out, *got), (expected, *wanted), strict=True):
         assert error(one, other) < limit
     with torch.no_grad():
-        assert torch.equal(out, flexops.gated_experts(x, choices, weights, gate_up, down))
+        alone = flexops.gated_experts(x, choices, weights, gate_up, down)
+    if choices.numel() > few_experts.MOST_CHOICES:
+        assert torch.equal(out, alone)
+    assert error(alone, expected) < limit
 
 
 def test_spread_and_combine():

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import flexops
 import flexops.patching
+from flexops.ops import few_experts
 from flexops.patching import experts
 from flexops.patching.probe import disagreement
 
@@ -322,3 +323,52 @@ def test_experts_of_no_interface_with_lora():
     expected = model["one"](*args)
     assert any(row.swapped for row in flexops.patch(model).rows)
     torch.testing.assert_close(model["one"](*args), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_how_few_tokens_are_computed():
+    """Which options the kernels for few tokens have, of what the classes' own code computes."""
+    silu = {"activation": "silu"}
+    assert [experts._few_options(built_experts(name)) for name in ("mixtral", "qwen3_moe")] == [
+        silu, silu,
+    ]  # fmt: skip
+    own = built_experts("gpt_oss")
+    clamped = {"activation": "clamped", "interleaved": True, "alpha": 1.702, "limit": 7.0}
+    assert experts._few_options(own) == clamped
+
+    class Other(type(own)):  # type: ignore[misc]
+        def _apply_gate(self, gate_up: Tensor) -> Tensor:
+            return super()._apply_gate(gate_up) * 2
+
+    class Unusual(type(own)):  # type: ignore[misc]
+        def _apply_gate(self, gate_up: Tensor) -> Tensor:
+            return super()._apply_gate(gate_up * self.hidden_size)
+
+    for kind in (Other, Unusual):
+        own.__class__ = kind
+        assert experts._few_options(own) is None
+
+
+def built_experts(name: str) -> Any:
+    return next(one for one in make(name).modules() if type(one).__name__.endswith("Experts"))
+
+
+def test_few_tokens_of_experts_by_columns(monkeypatch):
+    """gpt-oss's experts without a gradient, as a GPU computes those of few tokens."""
+    calls: list[int] = []
+
+    def run(*args: Any, **options: Any) -> Tensor:
+        calls.append(len(args[1]))
+        return few_experts.few_experts(*args, **options)
+
+    monkeypatch.setattr(experts, "few_experts", run)
+    monkeypatch.setattr(experts, "fits", lambda *_: True)
+    own = built_experts("gpt_oss").bfloat16()
+    x, choices = torch.randn(3, 32).bfloat16(), torch.tensor([[0, 3], [1, 2], [3, 1]])
+    weights = torch.rand(3, 2)
+    with torch.no_grad():
+        found = experts.experts(own, x, choices, weights)
+        expected = own(x, choices, weights)
+    assert calls == [3]
+    assert (found - expected).float().norm() < 0.02 * expected.float().norm()
+    experts.experts(own, x, choices, weights)  # with gradients of the experts
+    assert calls == [3]

@@ -641,6 +641,23 @@ CATALOG: tuple[OpSpec, ...] = (
         least_capability=_LISTS,
     ),
     _family(
+        "few_experts",
+        _op(
+            "few_experts(Tensor x, Tensor choices, Tensor weights, Tensor gate_up, Tensor down,"
+            " Tensor? gate_up_bias, Tensor? down_bias, bool columns, bool interleaved, int"
+            " activation, float alpha, float limit) -> Tensor",
+            dtypes={
+                "x": ("float16", "bfloat16"),
+                "choices": ("int64", "int32"),
+                "weights": _FLOATS,
+            },
+            outputs=(Output("x"),),
+            hidden=True,
+        ),
+        hip=False,
+        least_capability=(8, 0),
+    ),
+    _family(
         "few_rows_chain",
         _op(
             "few_rows_chain_(Tensor x, Tensor[] xs, Tensor[] weights, Tensor[] scales, Tensor[]"

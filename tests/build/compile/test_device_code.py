@@ -88,6 +88,7 @@ alone: float16's are the same but for the name of a type, of which other familie
 TWICE = (
     *LONG,
     "activation",
+    "few_experts",
     "few_rows_chain",
     "fp8_linear",
     "gated_norm",
@@ -252,6 +253,7 @@ def test_gpus_that_newer_toolkits_have_forgotten(family, libraries, nvrtc_of):
 
 AMPERE = {
     "attention",
+    "few_experts",
     "few_rows",
     "few_rows_chain",
     "grouped_linear",

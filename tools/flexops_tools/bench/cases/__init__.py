@@ -65,6 +65,7 @@ SOURCES: tuple[Source, ...] = (
         "kvcache_attention", "kvcache_attention", "kvcache_attention", ("attention_with_kvcache",)
     ),
     Source("few_rows", "few_rows", "few_rows", ("few_rows_linear",)),
+    Source("few_experts", "experts", "few_experts", ()),
     Source("few_rows_chain", "generation", "few_rows_chain", ()),
     Source("next_token", "generation", "next_token", ()),
     Source("adam", "optim", "adam", ("AdamW",)),

@@ -11,7 +11,7 @@ from torch import Tensor
 import flexops
 from flexops.ops.experts import expert_order
 
-from .case import FLEXOPS, Case, Family, Function, Setup, forward_and_backward, library
+from .case import FLEXOPS, Case, Family, Function, Functions, Setup, forward_and_backward, library
 
 EXPERTS, CHOICES, HIDDEN, INNER = 128, 8, 2048, 768
 _GROUPED_MM = "torch grouped_mm"
@@ -61,13 +61,7 @@ def experts(setup: Setup) -> Iterator[Case]:
         _matrices(setup, 2 * INNER, HIDDEN),
         _matrices(setup, HIDDEN, INNER),
     )
-    functions = {FLEXOPS: flexops.gated_experts}
-    functions |= library(
-        "transformers grouped_mm",
-        "transformers.integrations.moe",
-        "grouped_mm_experts_forward",
-        _by_transformers,
-    )
+    functions = _functions()
     operations = 2 * tokens * CHOICES * 3 * INNER * HIDDEN
     name = "gated_experts"
     what = f"{name} bf16 {tokens}x{HIDDEN}, {CHOICES} of {EXPERTS} experts of {INNER}"
@@ -77,6 +71,34 @@ def experts(setup: Setup) -> Iterator[Case]:
     )
     trained = Family("experts", setup).trained
     yield trained(name, what, functions, args, (0, 2, 3, 4), nothing, memory=True)
+
+
+def few_experts(setup: Setup) -> Iterator[Case]:
+    """A decode step's: of one sequence, and of four."""
+    gate_up, down = (one.detach() for one in (_matrices(setup, 2 * INNER, HIDDEN),
+                                              _matrices(setup, HIDDEN, INNER)))  # fmt: skip
+    for tokens in (1, 4):
+        weights, choices = _routes(setup, tokens)
+        read = len(set(choices.flatten().tolist())) * 3 * INNER * HIDDEN * gate_up.element_size()
+        yield from forward_and_backward(
+            "few_experts",
+            "gated_experts",
+            f"gated_experts bf16 {tokens}x{HIDDEN}, {CHOICES} of {EXPERTS} experts of {INNER}",
+            _functions(),
+            (setup.randn(tokens, HIDDEN), choices, weights, gate_up, down),
+            (read, "reads the weights of experts that were chosen"),
+            None,
+        )
+
+
+def _functions() -> Functions:
+    other = library(
+        "transformers grouped_mm",
+        "transformers.integrations.moe",
+        "grouped_mm_experts_forward",
+        _by_transformers,
+    )
+    return {FLEXOPS: flexops.gated_experts, **other}
 
 
 class _Experts(torch.nn.Module):

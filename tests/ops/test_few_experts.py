@@ -1,0 +1,114 @@
+"""Experts of few tokens, on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexops.ops import few_experts as few
+
+TOKENS, K, EXPERTS, HIDDEN, INNER = 3, 2, 4, 24, 16
+
+
+def given(columns: bool = False) -> list[Any]:
+    torch.manual_seed(0)
+
+    def weight(outputs: int, inputs: int) -> Tensor:
+        made = torch.randn(EXPERTS, outputs, inputs).bfloat16() / inputs**0.5
+        return made.transpose(1, 2).contiguous().transpose(1, 2) if columns else made
+
+    choices = torch.randint(0, EXPERTS, (TOKENS, K))
+    choices[1, 0] = EXPERTS  # left out
+    x, weights = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.rand(TOKENS, K)
+    return [x, choices, weights, weight(2 * INNER, HIDDEN), weight(HIDDEN, INNER)]
+
+
+def clamped(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.clamp(max=1.5), up.clamp(-1.5, 1.5)
+    return (up + 1) * gate * torch.sigmoid(1.7 * gate)
+
+
+ACTIVATIONS: dict[str, Any] = {
+    "silu": lambda gate, up: F.silu(gate) * up,
+    "gelu": lambda gate, up: F.gelu(gate) * up,
+    "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "clamped": clamped,
+}
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_results_are_the_formulas(activation, interleaved):
+    x, choices, weights, gate_up, down = given()
+    biases = torch.randn(EXPERTS, 2 * INNER).bfloat16(), torch.randn(EXPERTS, HIDDEN).bfloat16()
+    options: Any = {"activation": activation, "interleaved": interleaved}
+    options |= {"alpha": 1.7, "limit": 1.5}
+    found = few.few_experts(x, choices, weights, gate_up, down, biases, **options)
+    swapped = few.few_experts(x, choices, weights, *given(columns=True)[3:], biases, **options)
+    expected = torch.zeros(TOKENS, HIDDEN)
+    for token, expert, weight in zip(
+        torch.arange(TOKENS).repeat_interleave(K), choices.flatten(), weights.flatten(), strict=True
+    ):
+        if expert < EXPERTS:
+            packed = gate_up[expert].float() @ x[token].float() + biases[0][expert].float()
+            gate, up = (packed[::2], packed[1::2]) if interleaved else packed.chunk(2)
+            h = ACTIVATIONS[activation](gate, up)
+            expected[token] += weight * (down[expert].float() @ h + biases[1][expert].float())
+    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.03)
+    assert torch.equal(found, swapped)
+
+
+@pytest.mark.parametrize(
+    ("at", "changed", "message"),
+    [
+        (0, torch.zeros(TOKENS).bfloat16(), "x must have 2 dimensions"),
+        (1, torch.zeros(5, K, dtype=torch.int64), r"choices must have shape \[3, k\]"),
+        (2, torch.zeros(TOKENS, 3), "weights must have choices's shape"),
+        (2, torch.zeros(TOKENS, K).half(), "weights must be float32 or torch.bfloat16"),
+        (3, torch.zeros(EXPERTS, INNER, HIDDEN).bfloat16(), "gate_up must have shape"),
+        (4, torch.zeros(EXPERTS, INNER, HIDDEN).bfloat16(), "must have shape"),
+        (4, torch.zeros(HIDDEN, INNER).bfloat16(), "down must have 3 dimensions"),
+    ],
+)
+def test_errors_name_what_does_not_fit(at, changed, message):
+    arguments = given()
+    arguments[at] = changed
+    with pytest.raises((TypeError, ValueError), match=message):
+        few.few_experts(*arguments)
+    with pytest.raises(ValueError, match=r"down_bias must have shape \[4, 24\]"):
+        few.few_experts(*given(), (None, torch.zeros(EXPERTS, 8).bfloat16()))
+
+
+def test_what_the_kernels_take(monkeypatch):
+    monkeypatch.setattr(few, "_runs_on", lambda _: True)
+
+    def fits(at: int | None = None, change: Any = None, columns: bool = False) -> bool:
+        arguments = given(columns)
+        if at is not None:
+            arguments[at] = change(arguments[at])
+        x, choices, _, *weights = arguments
+        return few.fits(OnGpu(x), choices, *weights)  # type: ignore[arg-type]
+
+    assert fits()
+    assert fits(columns=True)
+    assert not fits(0, Tensor.float)
+    assert not fits(1, lambda one: one[:0])
+    assert not fits(1, lambda one: one.repeat(2, 1))  # 12 choices of 4 experts
+    assert not fits(3, lambda one: one[:, :, ::2])
+    assert not fits(3, lambda one: one.transpose(1, 2).contiguous().transpose(1, 2))
+    assert not fits(4, lambda one: one[:, :, :12])
+    assert not few.fits(*[given()[i] for i in (0, 1, 3, 4)])  # on a CPU
+
+
+class OnGpu:
+    """A tensor that says that it is on one."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __getattr__(self, name: str) -> Any:
+        return True if name == "is_cuda" else getattr(self.x, name)
