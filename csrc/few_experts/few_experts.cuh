@@ -4,7 +4,7 @@
 // Both kernels add up segments of weights and x: of gate and up one, a choice's expert; of down all
 // of a token's experts, times their weights. The warps of a block compute the same results and
 // share the units into which k is cut. A lane loads 16 bytes at once, and several units are on
-// their way; tensor cores do nothing here, for the reasons that few_rows_fma_hopper.cuh gives.
+// their way. Without tensor cores, for the reasons that few_rows_fma_hopper.cuh gives.
 #pragma once
 
 #include "few_rows/few_rows_fma_hopper.cuh"
@@ -112,7 +112,9 @@ FLEXOPS_DEVICE void write(const Params& p, const Share<kAdds>& share,
     };
     float gate = rounded(i), up = rounded(i + kResults);
     if (p.activation == kFewClamped) {
-      gate = fminf(gate, p.limit), up = fminf(fmaxf(up, -p.limit), p.limit);
+      // in this way NaN stays
+      gate = gate > p.limit ? p.limit : gate;
+      up = up > p.limit ? p.limit : up < -p.limit ? -p.limit : up;
       *to = from_float<T>((up + 1.0f) * gate / (1.0f + expf(-p.alpha * gate)));
     } else {
       *to = from_float<T>(few_rows::activate(gate, p.activation) * up);

@@ -83,7 +83,7 @@ def few_experts(
         x: ``[tokens, hidden]``, bfloat16 or float16.
         choices: ``[tokens, k]``, int64 or int32: a token's experts; what is no expert's number is
             left out.
-        weights: ``[tokens, k]``, float32 or x's dtype.
+        weights: ``[tokens, k]``, float32 or x's dtype. An expert of weight 0 is not computed.
         gate_up: ``[experts, 2 inner, hidden]``, x's dtype: rows of gates, then of ups, or one of
             each in turn if ``interleaved``. Contiguous, or its last two dimensions swapped are.
         down: ``[experts, hidden, inner]``, laid out as ``gate_up``.

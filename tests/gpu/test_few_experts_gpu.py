@@ -66,6 +66,10 @@ def test_results_are_float64s(case, columns, dtype):
     )  # fmt: skip
     assert (found[0].double() - exact).norm() <= BOUNDS[dtype] * exact.norm()
     assert all(torch.equal(found[0], one) for one in found)
+    x[0, 0], choices[0, 0] = torch.nan, 0
+    spoilt = few.few_experts(x, choices, weights, gate_up, down, biases, **options)
+    assert spoilt[0].isnan().all()
+    assert torch.equal(spoilt[1:], found[0][1:])
 
 
 @torch.no_grad()
