@@ -114,7 +114,6 @@ def _are_few(choices: Any) -> bool:
         and choices.is_cuda
         and choices.numel() <= few_experts.MOST_CHOICES
         and not torch.compiler.is_compiling()
-        and not torch.is_autocast_enabled("cuda")
     )
 
 

@@ -44,6 +44,7 @@ def fits(x: Tensor, choices: Tensor, gate_up: Tensor, down: Tensor) -> bool:
         and gate_up.shape[1] == 2 * inner
         and _are_columns(gate_up) == _are_columns(down)
         and all(one.is_contiguous() or _are_columns(one) for one in (gate_up, down))
+        and not torch.is_autocast_enabled("cuda")
         and _runs_on(x.device)
     )
 
