@@ -59,8 +59,11 @@ def _kind(module: Any) -> dict[str, Any] | None:
             ("softmax", "sigmoid"), (True, False), (False, True)
         ):
             kind = {"scoring": scoring, "normalize": normalize, "scaled": scaled, "wide": wide}
-            make = functools.partial(miniature, module)
-            if not disagreement(make, functools.partial(_swap, by(route, **kind))):
+            swap = functools.partial(_swap, by(route, **kind))
+            if not any(
+                disagreement(functools.partial(miniature, module, training), swap)
+                for training in (False, True)
+            ):
                 return kind
         return None
 
@@ -107,13 +110,16 @@ def route(
 ) -> Any:  # fmt: skip
     """Logits, weights and choices. ``scaled``: weights are divided by how many there are."""
     x, weight, bias = hidden_states, module.weight, module._parameters.get("bias")
-    if x.dtype not in DTYPES or weight.dtype not in DTYPES:
+    alike = wide[0] or x.dtype == weight.dtype
+    if x.dtype not in DTYPES or weight.dtype not in DTYPES or not alike:
         return plain(module, hidden_states)
     x = x.reshape(-1, weight.shape[1])
     if wide[0]:
         x, weight = x.float(), weight.float()
         bias = None if bias is None else bias.float()
     logits = F.linear(x, weight, bias)
+    if not logits.is_cuda and bool(logits.isnan().any()):  # an error of the operator's there
+        return plain(module, hidden_states)
     correction = getattr(module, _BIAS, None)
     correction = None if correction is None else correction.float()
     scale = 1 / module.top_k if scaled else 1.0
@@ -123,7 +129,7 @@ def route(
     return logits, weights if wide[1] else weights.to(logits.dtype), choices
 
 
-def miniature(module: Any) -> Any:
+def miniature(module: Any, training: bool = False) -> Any:
     experts, hidden = module.weight.shape
     count = module.top_k + 5
     if experts == hidden:  # which of them a number of the module is cannot be known
@@ -137,4 +143,4 @@ def miniature(module: Any) -> Any:
     for one in (made._parameters.get("bias"), getattr(made, _BIAS, None)):
         if one is not None:
             one.data = torch.randn(count)
-    return _Whole(made), (torch.randn(LENGTH, made.weight.shape[1]),), {}
+    return _Whole(made).train(training), (torch.randn(LENGTH, made.weight.shape[1]),), {}

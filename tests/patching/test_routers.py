@@ -103,6 +103,38 @@ def test_a_bias_that_chooses(experts: int) -> None:
     assert_same((weights, choices), expected[1:], 1e-5)
 
 
+def test_inputs_for_the_class_own_code() -> None:
+    """On a CPU a row that is not a number, and a router in float32 behind layers of 16 bits."""
+    module = nn.Sequential(Cast(EXPERTS, K))
+    before = copy.deepcopy(module)
+    assert flexops.patch(module).rows[0].swapped
+    x = torch.randn(5, HIDDEN)
+    x[3, 0] = torch.nan
+    for given in (x, torch.randn(5, HIDDEN).bfloat16()):
+        for one, other in zip(module(given), before(given), strict=True):
+            torch.testing.assert_close(one, other, equal_nan=True)
+
+
+class Cast(Sigmoid):
+    """By softmax, in the weight's dtype, without a bias."""
+
+    def __init__(self, experts: int, k: int) -> None:
+        super().__init__(experts, k)
+        del self.e_score_correction_bias
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        logits = nn.functional.linear(hidden_states.to(self.weight.dtype), self.weight)
+        weights, choices = logits.float().softmax(-1).topk(self.top_k)
+        return logits, weights, choices
+
+
+class Noisy(Cast):
+    """Another one in training."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
+        return super().forward(hidden_states * (1.5 if self.training else 1.0))
+
+
 class Groups(Sigmoid):
     topk_group = 1
 
@@ -121,3 +153,4 @@ def test_what_stays() -> None:
     assert not routers.concerns(Sigmoid(K, K))
     assert routers.concerns(Sigmoid(EXPERTS, K))
     assert not routers.concerns(Other(EXPERTS, K))
+    assert not routers.concerns(Noisy(EXPERTS, K))
