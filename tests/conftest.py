@@ -368,8 +368,8 @@ def ccache() -> Path:
 
 @pytest.fixture
 def logged() -> Iterator[io.StringIO]:
-    """What is logged in this test; it may set the root logger's level. In place of ``caplog``, which
-    belongs to a plugin of pytest's that is off (see pyproject.toml)."""
+    """What is logged in this test; it may set the root logger's level. In place of ``caplog``,
+    which belongs to a plugin of pytest's that is off (see pyproject.toml)."""
     text = io.StringIO()
     handler, root = logging.StreamHandler(text), logging.getLogger()
     level = root.level

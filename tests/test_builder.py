@@ -843,7 +843,8 @@ def verdict(reference):
 print(verdict(lambda x: x * 2), "torch._dynamo" in sys.modules, verdict(lambda x: (x * 2).sum()))
 del sys.modules["torch._dynamo"]
 state = torch.get_rng_state()
-for reference in (lambda x: x[: int(x.sum())], lambda x: x[x > 0], torch.rand_like, lambda x: mylib.scale(x, 2.0)):
+by_value = lambda x: x[: int(x.sum())], lambda x: x[x > 0]
+for reference in (*by_value, torch.rand_like, lambda x: mylib.scale(x, 2.0)):
     print(verdict(reference), torch.get_rng_state().equal(state))
 """
 

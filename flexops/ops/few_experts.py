@@ -26,8 +26,8 @@ from ._self_check import Make, checking
 ACTIVATIONS = {"silu": 1, "gelu": 2, "gelu_tanh": 3, "clamped": 4}
 _HALVES = (torch.bfloat16, torch.float16)
 MOST_CHOICES, _MOST_OF_AN_EXPERT = 64, 2
-"""Of a call, and on average of an expert: with more, products that read each expert's weights once
-are faster."""
+"""Of a call, and on average of an expert. On an H200, 64 choices of 128 experts take as long as
+products of sorted choices, which read each expert's weights once; more were not measured."""
 
 
 def fits(x: Tensor, choices: Tensor, gate_up: Tensor, down: Tensor) -> bool:

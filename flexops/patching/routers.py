@@ -118,14 +118,14 @@ def route(
         x, weight = x.float(), weight.float()
         bias = None if bias is None else bias.float()
     logits = F.linear(x, weight, bias)
-    if not logits.is_cuda and bool(logits.isnan().any()):  # an error of the operator's there
-        return plain(module, hidden_states)
     correction = getattr(module, _BIAS, None)
     correction = None if correction is None else correction.float()
     scale = 1 / module.top_k if scaled else 1.0
-    weights, choices = route_tokens(
-        logits, module.top_k, scoring=scoring, bias=correction, normalize=normalize, scale=scale
-    )
+    options = {"scoring": scoring, "normalize": normalize, "scale": scale}
+    try:
+        weights, choices = route_tokens(logits, module.top_k, bias=correction, **options)
+    except ValueError:  # on a CPU, of logits that are not numbers
+        return plain(module, hidden_states)
     return logits, weights if wide[1] else weights.to(logits.dtype), choices
 
 

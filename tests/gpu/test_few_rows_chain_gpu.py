@@ -206,8 +206,8 @@ ATTENTIONS = [
     (5, 1, 32, 600, None, 32, 20, True),  # a full cache takes no token
     (128, 64, 64, 333, None, 64, -1, False),  # one split
 ]
-"""Heads, key heads, their columns, length, padding, columns that are turned, the window's left part,
-whether queries and key are normalized."""
+"""Heads, key heads, their columns, length, padding, columns that are turned, the window's left
+part, whether queries and key are normalized."""
 
 
 @torch.no_grad()
