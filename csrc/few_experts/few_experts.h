@@ -4,6 +4,7 @@
 
 #include <stdint.h>
 
+#include "common/element_type.h"
 #include "common/tensor_view.h"
 #include "few_rows/few_rows_kinds.h"
 
@@ -21,7 +22,34 @@ struct FewExperts {
   float alpha, limit;
 };
 
-/// Queued on `stream`. Returns nullptr, or CUDA's error text.
+/// The same with weights of 4 bits.
+struct FewExpertsInt4 {
+  struct Weight {
+    TensorView packed, scales, zeros;  // of all experts; an Int4Weight's
+  };
+  TensorView x, choices, weights;
+  Weight gate_up, down;
+  TensorView gate_up_bias, down_bias;
+  TensorView out;
+  void* inner;
+  int64_t experts, width;  // width: of inner
+  int64_t group_size;
+  bool mxfp4;  // codes are MXFP4's numbers
+  bool interleaved;
+  int64_t activation;
+  float alpha, limit;
+};
+
+/// A weight [n, k] whose codes are MXFP4's numbers, in float32, float16 or bfloat16.
+struct Mxfp4Weight {
+  TensorView packed, scales;
+  TensorView out;
+  ElementType scale_type;
+};
+
+/// Queued on `stream`. Return nullptr, or CUDA's error text.
 const char* few_experts_cuda(const FewExperts& call, void* stream);
+const char* few_experts_int4_cuda(const FewExpertsInt4& call, void* stream);
+const char* mxfp4_unpack_cuda(const Mxfp4Weight& weight, void* stream);
 
 }  // namespace flexops

@@ -23,8 +23,14 @@ FLEXOPS_DEVICE float number_at(const void* from, i64 index, ElementType type) {
   return type == ElementType::f16 ? to_float(f16{bits}) : to_float(bf16{bits});
 }
 
-/// A warp has a tile.
-template <class T>
+/// Of MXFP4: a sign, and twice the number in a table of eight.
+FLEXOPS_DEVICE float mxfp4_number(u32 code) {
+  const auto twice = static_cast<float>(0xc8643210u >> 4 * (code & 7u) & 15u);
+  return (code & 8u ? -0.5f : 0.5f) * twice;
+}
+
+/// A warp has a tile. kMxfp4: codes are MXFP4's numbers, without zero points.
+template <class T, bool kMxfp4 = false>
 __global__ void __launch_bounds__(256) unpack(const FLEXOPS_GRID_CONSTANT UnpackParams p) {
   const i64 index = static_cast<i64>(blockIdx.x) * 8 + threadIdx.x / 32;
   if (index >= p.tiles) return;
@@ -48,8 +54,10 @@ __global__ void __launch_bounds__(256) unpack(const FLEXOPS_GRID_CONSTANT Unpack
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const u32 codes = each[2 * h + i / 2] >> (8 * (i % 2) + 4 * high);
-        const float first = (static_cast<float>(codes & 15u) - zero) * scale,
-                    second = (static_cast<float>(codes >> 16 & 15u) - zero) * scale;
+        const auto number = [&](u32 code) {
+          return scale * (kMxfp4 ? mxfp4_number(code) : static_cast<float>(code) - zero);
+        };
+        const float first = number(codes & 15u), second = number(codes >> 16 & 15u);
         if constexpr (sizeof(T) == 4) {
           if (row < p.n) *reinterpret_cast<float2*>(out + 8 * i + 2 * t) = {first, second};
         } else {

@@ -7,6 +7,9 @@ With ``e = choices[t, j]``, gates and ups of ``packed = gate_up[e] x[t] + gate_u
     out[t] = sum_j weights[t, j] (down[e] h[t, j] + down_bias[e])
 
 Gates and ups are rounded to x's dtype, and so is ``h``; the rest is computed in float32.
+
+Weights of 4 bits are those of :mod:`.int4_linear`, or MXFP4's numbers in the same places: a code is
+a sign, two bits of exponent and one of mantissa, and the scale of each 32 columns a power of two.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from ._arguments import check_shape
 from ._declared import define
 from ._register import caller, check_places, has_native
 from ._self_check import Make, checking
+from .int4_linear import TILE_N, Int4Weight, check_packed, int4_codes, quantize_int4, unpack_int4
 
 ACTIVATIONS = {"silu": 1, "gelu": 2, "gelu_tanh": 3, "clamped": 4}
 _HALVES = (torch.bfloat16, torch.float16)
@@ -44,6 +48,30 @@ def fits(x: Tensor, choices: Tensor, gate_up: Tensor, down: Tensor) -> bool:
         and gate_up.shape[1] == 2 * inner
         and _are_columns(gate_up) == _are_columns(down)
         and all(one.is_contiguous() or _are_columns(one) for one in (gate_up, down))
+        and not torch.is_autocast_enabled("cuda")
+        and _runs_on(x.device)
+    )
+
+
+MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What codes of MXFP4 stand for, and with the highest bit the same below zero."""
+_MOST_OF_TOKEN = 64
+MOST_CHOICES_INT4 = 512
+"""Of a call with weights of 4 bits. More are multiplied by weights that are dequantized before."""
+
+
+def fits_int4(x: Tensor, choices: Tensor, gate_up: Int4Weight, down: Int4Weight) -> bool:
+    """Whether the kernels take these tensors (as :func:`few_experts_int4` does)."""
+    hidden, inner = gate_up.k, down.k
+    return (
+        x.is_cuda
+        and x.dtype in _HALVES
+        and gate_up.dtype == down.dtype
+        and gate_up.dtype in _HALVES
+        and 0 < choices.numel() <= MOST_CHOICES_INT4
+        and choices.shape[-1] <= _MOST_OF_TOKEN
+        and hidden % TILE_N == 0
+        and inner % TILE_N == 0
         and not torch.is_autocast_enabled("cuda")
         and _runs_on(x.device)
     )
@@ -102,6 +130,55 @@ def few_experts(
         x, choices, weights, gate_up, down, *biases, columns, interleaved, number, alpha, limit
     )
     return result
+
+
+def few_experts_int4(
+    x: Tensor,
+    choices: Tensor,
+    weights: Tensor,
+    gate_up: Int4Weight,
+    down: Int4Weight,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    *,
+    mxfp4: bool = False,
+    activation: str = "silu",
+    interleaved: bool = False,
+    alpha: float = 0.0,
+    limit: float = 0.0,
+) -> Tensor:
+    """:func:`few_experts` with weights of 4 bits, read as they are.
+
+    Args:
+        gate_up: ``[experts 2 inner, hidden]``, the rows of each expert behind those of the one
+            before; ``inner`` is a multiple of 16. Scales are bfloat16 or float16.
+        down: ``[experts hidden, inner]``; ``hidden`` is a multiple of 16. Scales and zero points
+            are as those of ``gate_up``.
+        mxfp4: codes are MXFP4's numbers, in groups of 32 and without zero points.
+
+    The others are those of :func:`few_experts`, with at most 64 choices of a token.
+    """
+    given = (*gate_up[:3], *down[:3], *biases, gate_up.group_size, mxfp4, interleaved)
+    number = ACTIVATIONS[activation]
+    result: Tensor = _INT4_CALL(x, choices, weights, *given, number, alpha, limit)
+    return result
+
+
+def unpack_mxfp4(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
+    """``[N, K]``, the numbers of a weight whose codes are MXFP4's, with scales in groups of 32."""
+    check_packed("flexops.ops.unpack_mxfp4", weight)
+    packed, scales, zeros, n, k, group_size = weight
+    if group_size != 32 or zeros is not None:
+        raise ValueError("flexops.ops.unpack_mxfp4: MXFP4 has groups of 32 and no zero points")
+    result: Tensor = _UNPACK(packed, scales, n, k, dtype)
+    return result
+
+
+def _unpack_reference(packed: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
+    codes, factors, _ = int4_codes(Int4Weight(packed, scales, None, n, k, 32))
+    table = torch.tensor([*MXFP4, *(-one for one in MXFP4)], device=codes.device)
+    numbers = table[codes.int()].unflatten(1, (-1, 32)) * factors.float().unsqueeze(-1)
+    made: Tensor = numbers.flatten(1).to(dtype)
+    return made
 
 
 def _check(
@@ -163,13 +240,73 @@ def _activated(gate: Tensor, up: Tensor, activation: int, alpha: float, limit: f
     return F.gelu(gate, approximate="none" if activation == 2 else "tanh") * up
 
 
+def _check_int4(x: Tensor, choices: Tensor, weights: Tensor, *rest: Any) -> None:
+    op = "flexops.ops.few_experts_int4"
+    packed, scales, zeros, down, down_scales, down_zeros, *biases, group_size, mxfp4 = rest[:10]
+    named = {"gate_up": packed, "gate_up_scales": scales, "gate_up_zeros": zeros, "down": down}
+    named |= {"down_scales": down_scales, "down_zeros": down_zeros}
+    check_places(op, {"x": x, "choices": choices, "weights": weights, **named})
+    if x.dim() != 2 or x.shape[1] % TILE_N or not x.shape[1]:
+        raise ValueError(f"{op}: x must be [tokens, a multiple of 16], got {list(x.shape)}")
+    if weights.dtype not in (torch.float32, x.dtype):
+        raise TypeError(f"{op}: weights must be float32 or {x.dtype}, got {weights.dtype}")
+    check_shape(op, "choices", choices, [x.shape[0], "k"])
+    check_shape(op, "weights", weights, choices.shape, whose="choices")
+    gate_up, last = _matrices(x, rest)
+    for where, one in ((f"{op} (gate_up)", gate_up), (f"{op} (down)", last)):
+        check_packed(where, one)
+        if mxfp4 and (group_size != 32 or one.zeros is not None):
+            raise ValueError(f"{where}: MXFP4 has groups of 32 columns and no zero points")
+    experts = last.n // x.shape[1]
+    shapes = [experts, gate_up.n // experts], [experts, x.shape[1]]
+    for name, bias, shape in zip(("gate_up_bias", "down_bias"), biases, shapes, strict=True):
+        if bias is not None:
+            check_shape(op, name, bias, shape)
+
+
+def _matrices(x: Tensor, rest: Any) -> tuple[Int4Weight, Int4Weight]:
+    """Gate and up, and down, of all experts, from an operator's arguments behind the weights."""
+    packed, scales, zeros, down, down_scales, down_zeros = rest[:6]
+    rows, of_down, group_size = TILE_N * packed.shape[0], TILE_N * down.shape[0], rest[8]
+    experts = of_down // x.shape[1]
+    if not experts or of_down % x.shape[1] or rows % (2 * TILE_N * experts):
+        raise ValueError(
+            "flexops.ops.few_experts_int4: gate_up and down must have the rows of all experts,"
+            f" multiples of 16 of each, got {rows} and {of_down} for x of shape {list(x.shape)}"
+        )
+    inner = rows // (2 * experts)
+    return (
+        Int4Weight(packed, scales, zeros, rows, x.shape[1], group_size),
+        Int4Weight(down, down_scales, down_zeros, of_down, inner, group_size),
+    )
+
+
+def _reference_int4(x: Tensor, choices: Tensor, weights: Tensor, *rest: Any) -> Tensor:
+    mxfp4, interleaved, activation, alpha, limit = rest[9:]
+    unpack = unpack_mxfp4 if mxfp4 else unpack_int4
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    first, last = (unpack(one, torch.float32).to(wide) for one in _matrices(x, rest))
+    experts = len(last) // x.shape[1]
+    both = (one.view(experts, -1, one.shape[1]) for one in (first, last))
+    given = (*both, *rest[6:8], False, interleaved, activation, alpha, limit)
+    return _reference(x, choices, weights, *given)
+
+
 define("few_experts", _reference, check=_check)
+define("few_experts_int4", _reference_int4, check=_check_int4)
+define(
+    "mxfp4_unpack",
+    _unpack_reference,
+    lambda packed, _, n, k, dtype: packed.new_empty([n, k], dtype=dtype),
+)
 _CALL = caller(torch.ops.flexops.few_experts.default)
+_UNPACK = caller(torch.ops.flexops.mxfp4_unpack.default)
+_INT4_CALL = caller(torch.ops.flexops.few_experts_int4.default)
 
 
 @checking(of_halves=1 / 16)
 def self_check(make: Make) -> Any:
-    """Two tokens of two experts; then by columns, clamped and with biases."""
+    """Two tokens of two experts; by columns, clamped and with biases; of 4 bits, and of MXFP4."""
     half: Any = functools.partial(make, dtype=torch.bfloat16)
     x, weights = half(2, 64), half(2, 2)
     gate_up, down = half(3, 48, 64) / 8, half(3, 64, 24) / 4
@@ -178,4 +315,11 @@ def self_check(make: Make) -> Any:
     gate_up, down = (one.transpose(1, 2).contiguous().transpose(1, 2) for one in (gate_up, down))
     biases = half(3, 48), half(3, 64)
     clamped: Any = {"activation": "clamped", "interleaved": True, "alpha": 1.7, "limit": 2.0}
-    return first, few_experts(x, choices, weights, gate_up, down, biases, **clamped)
+    second = few_experts(x, choices, weights, gate_up, down, biases, **clamped)
+    x, gate_up, down = half(2, 64), half(3 * 128, 64) / 8, half(3 * 64, 64) / 8
+    of_four = [
+        few_experts_int4(x, choices, weights, quantize_int4(gate_up, size, symmetric),
+                         quantize_int4(down, size, symmetric), mxfp4=mxfp4)
+        for size, symmetric, mxfp4 in ((64, False, False), (32, True, True))
+    ]  # fmt: skip
+    return first, second, *of_four, unpack_mxfp4(quantize_int4(gate_up, 32, True), x.dtype)

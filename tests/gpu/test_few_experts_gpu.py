@@ -96,3 +96,69 @@ def test_gated_experts_of_few_tokens(monkeypatch):
     choices.copy_(choices.flip(0))
     graph.replay()
     assert torch.equal(captured, flexops.gated_experts(x, choices, weights, gate_up, down))
+
+
+INT4_CASES = [
+    (1, 8, 32, 512, 768, SILU, False),
+    (3, 4, 8, 96, 64, {"activation": "gelu"}, True),
+    (2, 2, 5, 1056, 288, {"activation": "gelu_tanh", "interleaved": True}, False),
+    (1, 4, 9, 704, 352, CLAMPED, True),
+    (40, 1, 12, 128, 64, SILU, False),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["64", "32", "128 symmetric", "mxfp4"])
+@pytest.mark.parametrize("case", INT4_CASES, ids=str)
+def test_results_of_4_bits_are_float64s(case, kind, dtype):
+    """Some choices are no expert's number, or have a weight of 0."""
+    torch.manual_seed(0)
+    tokens, k, experts, hidden, inner, options, biased = case
+    mxfp4, size = kind == "mxfp4", 32 if kind == "mxfp4" else int(kind.split()[0])
+    hidden, inner = hidden // size * size, max(inner // size, 1) * size
+    hidden, inner = max(hidden, size), max(inner, size)
+    x = torch.randn(tokens, hidden, device=CUDA).to(dtype)
+    choices = torch.randint(0, experts + 1, (tokens, k), device=CUDA)
+    weights = torch.rand(tokens, k, device=CUDA)
+    weights[-1, -1] = 0
+    if biased:
+        choices, weights = choices.int(), weights.to(dtype)
+    symmetric = kind.endswith("symmetric") or mxfp4
+    packed = [
+        flexops.quantize_int4(one.flatten(0, 1), size, symmetric)
+        for one in (
+            layer(experts, 2 * inner, hidden, False, torch.bfloat16),
+            layer(experts, hidden, inner, False, torch.bfloat16),
+        )
+    ]
+    biases: Any = (None, None)
+    if biased:
+        biases = tuple(torch.randn(experts, n, device=CUDA).to(dtype) for n in (2 * inner, hidden))
+    given = x, choices, weights, *packed, biases
+    found = [few.few_experts_int4(*given, mxfp4=mxfp4, **options) for _ in range(3)]
+    unpack = few.unpack_mxfp4 if mxfp4 else flexops.unpack_int4
+    wide = [unpack(one, torch.float32).double().view(experts, -1, one.k) for one in packed]
+    wide += [None if one is None else one.double() for one in biases]
+    exact = few._reference(
+        x.double(), choices, weights.double(), *wide, False, options.get("interleaved", False),
+        few.ACTIVATIONS[options["activation"]], options.get("alpha", 0), options.get("limit", 0),
+    )  # fmt: skip
+    assert (found[0].double() - exact).norm() <= BOUNDS[dtype] * exact.norm()
+    assert all(torch.equal(found[0], one) for one in found)
+    x[0, 0], choices[0, 0], weights[0, 0] = torch.nan, 0, 1
+    spoilt = few.few_experts_int4(*given, mxfp4=mxfp4, **options)
+    assert spoilt[0].isnan().all()
+    assert torch.equal(spoilt[1:], found[0][1:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(48, 96), (23, 256)], ids=str)
+def test_mxfp4_is_unpacked_exactly(shape, dtype):
+    n, k = shape
+    codes = torch.randint(0, 16, shape, dtype=torch.uint8, device=CUDA)
+    scales = (2.0 ** torch.randint(-14, 12, (n, k // 32), device=CUDA)).bfloat16()
+    weight = flexops.pack_int4(codes, scales, group_size=32)
+    expected = few._unpack_reference(weight.packed, weight.scales, n, k, dtype)
+    assert torch.equal(few.unpack_mxfp4(weight, dtype), expected)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import flexops
 from flexops.ops import few_experts as few
 
 TOKENS, K, EXPERTS, HIDDEN, INNER = 3, 2, 4, 24, 16
@@ -102,6 +103,84 @@ def test_what_the_kernels_take(monkeypatch):
     assert not fits(3, lambda one: one.transpose(1, 2).contiguous().transpose(1, 2))
     assert not fits(4, lambda one: one[:, :, :12])
     assert not few.fits(*[given()[i] for i in (0, 1, 3, 4)])  # on a CPU
+
+
+# ---- weights of 4 bits ----
+
+
+def given_int4(group_size: int = 64, mxfp4: bool = False) -> list[Any]:
+    torch.manual_seed(0)
+    weights = [torch.randn(EXPERTS * n, 64).bfloat16() / 8 for n in (2 * 64, 64)]
+    packed = [flexops.quantize_int4(one, group_size, mxfp4) for one in weights]
+    if mxfp4:
+        packed = [one._replace(scales=one.scales.log2().round().exp2()) for one in packed]
+    x, choices, factors, *_ = given()
+    return [x.repeat(1, 3)[:, :64].contiguous(), choices, factors, *packed]
+
+
+def dequantized(mxfp4: bool, *packed: Any) -> list[Tensor]:
+    unpack = few.unpack_mxfp4 if mxfp4 else flexops.unpack_int4
+    return [unpack(one, torch.bfloat16).view(EXPERTS, -1, one.k) for one in packed]
+
+
+@pytest.mark.parametrize("mxfp4", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_results_of_4_bits_are_those_of_their_values(interleaved, mxfp4):
+    """MXFP4's values are exact in bfloat16; the others' results differ by one rounding."""
+    x, choices, weights, *packed = given_int4(32 if mxfp4 else 64, mxfp4)
+    biases = torch.randn(EXPERTS, 128).bfloat16(), torch.randn(EXPERTS, 64).bfloat16()
+    options: Any = {"interleaved": interleaved}
+    found = few.few_experts_int4(x, choices, weights, *packed, biases, mxfp4=mxfp4, **options)
+    expected = few.few_experts(x, choices, weights, *dequantized(mxfp4, *packed), biases, **options)
+    close: Any = {"rtol": 0, "atol": 0} if mxfp4 else {"rtol": 0.05, "atol": 0.05}
+    torch.testing.assert_close(found, expected, **close)
+
+
+def test_numbers_of_mxfp4_are_those_of_transformers():
+    integrations = pytest.importorskip("transformers.integrations.mxfp4")
+    blocks = torch.arange(256, dtype=torch.uint8).repeat(2)[torch.randperm(512)].view(1, 16, 2, 16)
+    exponents = torch.randint(0, 250, (1, 16, 2), dtype=torch.uint8)
+    expected = integrations._convert_moe_packed_tensors(blocks, exponents)
+    codes = torch.stack([blocks & 15, blocks >> 4], -1).view(16, 64)
+    scales = torch.ldexp(torch.ones(16, 2), exponents[0].int() - 127).bfloat16()
+    found = few.unpack_mxfp4(flexops.pack_int4(codes, scales, group_size=32), torch.bfloat16)
+    assert torch.equal(found, expected[0].t())
+
+
+@pytest.mark.parametrize(
+    ("at", "change", "message"),
+    [
+        (0, lambda x: x[:, :40], "x must be"),
+        (1, lambda one: one[:1], r"choices must have shape \[3, k\]"),
+        (2, lambda one: one.half(), "weights must be float32 or torch.bfloat16"),
+        (3, lambda one: one._replace(packed=one.packed[:-1]), "the rows of all experts"),
+        (3, lambda one: one._replace(scales=one.scales[:-1]), r"\(gate_up\): weight.scales must"),
+        (4, lambda one: one._replace(packed=one.packed[:, :0]), r"\(down\): weight.packed must"),
+    ],
+)
+def test_errors_of_4_bits_name_what_does_not_fit(at, change, message):
+    arguments = given_int4()
+    arguments[at] = change(arguments[at])
+    with pytest.raises((TypeError, ValueError), match=message):
+        few.few_experts_int4(*arguments)
+
+
+def test_mxfp4_has_groups_of_32_and_no_zero_points():
+    with pytest.raises(ValueError, match="MXFP4 has groups of 32 columns and no zero points"):
+        few.few_experts_int4(*given_int4(), mxfp4=True)
+
+
+def test_what_the_kernels_of_4_bits_take(monkeypatch):
+    monkeypatch.setattr(few, "_runs_on", lambda _: True)
+    x, choices, _, *packed = given_int4()
+    on_gpu: Any = OnGpu(x)
+    assert few.fits_int4(on_gpu, choices, *packed)
+    assert few.fits_int4(on_gpu, choices[:, :1].repeat(170, 1), *packed)
+    assert not few.fits_int4(on_gpu, choices[:, :1].repeat(171, 1), *packed)
+    assert not few.fits_int4(on_gpu, choices.repeat(1, 33), *packed)
+    assert not few.fits_int4(x, choices, *packed)  # on a CPU
+    wide = packed[0]._replace(scales=packed[0].scales.float())
+    assert not few.fits_int4(on_gpu, choices, wide, wide)
 
 
 class OnGpu:

@@ -654,6 +654,31 @@ CATALOG: tuple[OpSpec, ...] = (
             outputs=(Output("x"),),
             hidden=True,
         ),
+        _op(
+            "few_experts_int4(Tensor x, Tensor choices, Tensor weights, Tensor gate_up, Tensor"
+            " gate_up_scales, Tensor? gate_up_zeros, Tensor down, Tensor down_scales, Tensor?"
+            " down_zeros, Tensor? gate_up_bias, Tensor? down_bias, int group_size, bool mxfp4, bool"
+            " interleaved, int activation, float alpha, float limit) -> Tensor",
+            dtypes={
+                "x": ("float16", "bfloat16"),
+                "choices": ("int64", "int32"),
+                "weights": _FLOATS,
+                "gate_up": ("uint8",),
+                "gate_up_scales": ("float16", "bfloat16"),
+                "gate_up_zeros": ("float16",),
+                "down": ("uint8",),
+                "down_scales": ("float16", "bfloat16"),
+                "down_zeros": ("float16",),
+            },
+            outputs=(Output("x"),),
+            hidden=True,
+        ),
+        _op(
+            "mxfp4_unpack(Tensor packed, Tensor scales, int n, int k, ScalarType dtype) -> Tensor",
+            dtypes={"packed": ("uint8",), "scales": ("float16", "bfloat16")},
+            outputs=(Output("n, k", "dtype"),),
+            hidden=True,
+        ),
         hip=False,
         least_capability=(8, 0),
     ),
