@@ -43,7 +43,7 @@ struct RowParams {
   const void *residual, *weight, *grad;
   i64 residual_stride, grad_stride;
   void *y, *total;
-  float *rstd, eps, inverse;  // inverse: 1 / columns
+  float *rstd, eps, inverse, offset;  // inverse: 1 / columns; offset: added to the weight
   u8 *codes, *grad_codes;
   float *scales, *grad_scales;
   Packed* partial;    // the largest magnitudes that each block finds in columns of its results
@@ -150,7 +150,7 @@ struct Norm {
     rows::widen<T>(weight,
                    rows::load_vector<T, Cache::constant>(static_cast<const T*>(p.weight), column));
 #pragma unroll
-    for (int i = 0; i < N; ++i) value[i] = value[i] * rstd * weight[i];
+    for (int i = 0; i < N; ++i) value[i] = value[i] * rstd * (weight[i] + p.offset);
     at[0] = rows::packed<T>(value);
     store<Cache::normal>(reinterpret_cast<Packed*>(static_cast<T*>(p.y) +
                                                    static_cast<i64>(row) * p.columns + column),

@@ -186,8 +186,8 @@ const char* fp8_rows_cuda(const TensorView& x, const TensorViews& more, int64_t 
 }
 
 const char* fp8_norm_rows_cuda(const TensorView& x, const TensorView& residual,
-                               const TensorView& weight, double eps, const TensorView& y,
-                               const TensorView& total, const TensorView& rstd,
+                               const TensorView& weight, double eps, double offset,
+                               const TensorView& y, const TensorView& total, const TensorView& rstd,
                                const TensorView& codes, const TensorView& scales,
                                const TensorView& largest, const TensorView& room, void* stream) {
   const int64_t bytes = x.columns() * dtype_size(x.dtype);
@@ -199,7 +199,8 @@ const char* fp8_norm_rows_cuda(const TensorView& x, const TensorView& residual,
   p.residual = residual.data, p.residual_stride = residual.row_stride(), p.weight = weight.data;
   p.y = y.data, p.total = total.data, p.rstd = rstd.as<float>();
   p.rows = static_cast<int>(x.size(0)), p.columns = static_cast<int>(x.columns());
-  p.eps = static_cast<float>(eps), p.inverse = 1.0f / static_cast<float>(p.columns);
+  p.eps = static_cast<float>(eps), p.offset = static_cast<float>(offset),
+  p.inverse = 1.0f / static_cast<float>(p.columns);
   p.codes = codes.as<u8>(), p.scales = scales.as<float>();
   Columns columns = {room, 1, bytes};
   launch_rows(norm_rows_of(bytes), x.dtype, p, columns, stream);

@@ -21,7 +21,7 @@ struct NormForward {
   float *mean, *rstd;         // one a row; mean if centered, or null; either may be null
   float* scales;              // one a row, with codes
   int64_t rows, columns, x_stride, residual_stride;
-  float eps;
+  float eps, offset;  // offset: added to the weight
   ElementType type, row_type, weight_type;
   Dtype codes;    // i8, e4m3, or none
   bool centered;  // layer norm: the mean is taken off

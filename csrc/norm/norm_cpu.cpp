@@ -26,10 +26,10 @@ static void add_mixed_row(const NormForward& n, int64_t row) {
 template <ElementType type, bool kWide>
 struct Result {
   const void *weight, *bias;
-  float mean, rstd;
+  float mean, rstd, offset;
   inline Floats operator()(Floats value, int64_t i, int64_t count) const {
     value = (value - mean) * rstd;
-    if (weight) value *= load_parameter<type, kWide>(weight, i, count);
+    if (weight) value *= load_parameter<type, kWide>(weight, i, count) + offset;
     if (bias) value += load_parameter<type, kWide>(bias, i, count);
     return value;
   }
@@ -47,7 +47,8 @@ struct MixedRow {
     const float* x = widen(from, begin, part, n.row_type, buffer);
     const Result<ElementType::f32, true> result{
         n.weight ? widen(n.weight, begin, part, n.weight_type, weight_buffer) : nullptr,
-        n.bias ? widen(n.bias, begin, part, n.weight_type, bias_buffer) : nullptr, mean, rstd};
+        n.bias ? widen(n.bias, begin, part, n.weight_type, bias_buffer) : nullptr, mean, rstd,
+        n.offset};
     for_each(part, [&](int64_t i, int64_t count) {
       store_at<ElementType::f32>(block, i, result(load_at<ElementType::f32>(x, i, count), i, count),
                                  count);
@@ -151,7 +152,7 @@ static int64_t write_pairs(const NormForward& n, const uint16_t* x, uint16_t* y,
     value.odd = (value.odd - found.mean) * found.rstd;
     if (weight) {
       const Bf16Pairs w = load_bf16_pairs(weight + i);
-      value.even *= w.even, value.odd *= w.odd;
+      value.even *= w.even + n.offset, value.odd *= w.odd + n.offset;
     }
     if (bias) {
       const Bf16Pairs b = load_bf16_pairs(bias + i);
@@ -165,7 +166,7 @@ static int64_t write_pairs(const NormForward& n, const uint16_t* x, uint16_t* y,
 template <ElementType type, bool kWide>
 static void write_row(const NormForward& n, const Stored<type>* x, int64_t row,
                       const Statistics& found) {
-  const Result<type, kWide> result{n.weight, n.bias, found.mean, found.rstd};
+  const Result<type, kWide> result{n.weight, n.bias, found.mean, found.rstd, n.offset};
   auto* y = static_cast<Stored<type>*>(n.y) + row * n.columns;
   int64_t done = 0;
   if constexpr (type == ElementType::bf16 && !kWide) done = write_pairs(n, x, y, found);

@@ -16,6 +16,7 @@ struct Forward {
   int held;              // vectors or pieces of a thread that shared memory holds
   int blocks;            // of a cluster, which has a row
   float eps, inverse;    // 1 / columns
+  float offset;          // added to the weight
   ElementType type, row_type, weight_type;
   Dtype codes;
   bool centered;

@@ -32,12 +32,15 @@ FLEXOPS_DEVICE void write_result(const Forward& p, const Packed& raw, i64 row, i
     widen<T>(w, read<T, Cache::constant>(p.weight, at * V));
     widen<T>(b, bias);
 #pragma unroll
-    for (int i = 0; i < V; ++i) v[i] = kMayCenter ? v[i] * w[i] + b[i] : v[i] * w[i];
+    for (int i = 0; i < V; ++i) {
+      const float gain = w[i] + p.offset;
+      v[i] = kMayCenter ? v[i] * gain + b[i] : v[i] * gain;
+    }
   } else {
     if (p.weight) {
       load_parameters<T>(w, p.weight, at * V, p.weight_type);
 #pragma unroll
-      for (int i = 0; i < V; ++i) v[i] *= w[i];
+      for (int i = 0; i < V; ++i) v[i] *= w[i] + p.offset;
     }
     if (p.bias) {
       load_parameters<T>(b, p.bias, at * V, p.weight_type);

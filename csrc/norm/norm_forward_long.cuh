@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kMostThreads)
       for (int e = 0; e < V; ++e) v[e] = (v[e] - mean) * rstd;
       if (p.weight) {
 #pragma unroll
-        for (int e = 0; e < V; ++e) v[e] *= w[u][e];
+        for (int e = 0; e < V; ++e) v[e] *= w[u][e] + p.offset;
       }
       if (p.bias) {
 #pragma unroll

@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kMostThreads)
         if (adds) parameter = bias;
         parameter.load(w, i, pieces);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) v[e] = adds ? v[e] + w[e] : v[e] * w[e];
+        for (int e = 0; e < 4; ++e) v[e] = adds ? v[e] + w[e] : v[e] * (w[e] + p.offset);
       }
       if (p.codes == Dtype::none) {
         y.store(v, i, pieces);

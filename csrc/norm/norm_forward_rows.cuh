@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kMostThreads)
       if (p.weight) {
         load_floats<Cache::constant>(parameter, p.weight, i64(i) * V, p.weight_type);
 #pragma unroll
-        for (int e = 0; e < V; ++e) v[e] *= parameter[e];
+        for (int e = 0; e < V; ++e) v[e] *= parameter[e] + p.offset;
       }
       if (p.bias) {
         load_floats<Cache::constant>(parameter, p.bias, i64(i) * V, p.weight_type);

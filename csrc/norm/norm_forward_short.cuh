@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kShortThreads)
   if (p.weight) {
     load(other, p.weight, 0, weight_type);
 #pragma unroll
-    for (int e = 0; e < kItems; ++e) v[e] *= other[e];
+    for (int e = 0; e < kItems; ++e) v[e] *= other[e] + p.offset;
   }
   if (p.bias) {
     load(other, p.bias, 0, weight_type);

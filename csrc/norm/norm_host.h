@@ -20,8 +20,9 @@ struct NormResults {
 };
 
 /// All forward operators: what is not asked for stays away.
-inline void normalize(Host& host, bool centered, double eps, const View& x, const View& residual,
-                      const View& weight, const View& bias, const NormResults& out) {
+inline void normalize(Host& host, bool centered, double eps, double offset, const View& x,
+                      const View& residual, const View& weight, const View& bias,
+                      const NormResults& out) {
   check_columns(host, x);
   FLEXOPS_CHECK(eps >= 0, host.op, ": eps must be at least 0");
   NormForward n{};
@@ -30,7 +31,7 @@ inline void normalize(Host& host, bool centered, double eps, const View& x, cons
   if (weight || bias) n.weight_type = element_type(weight ? weight : bias);
   n.x = x.data, n.residual = residual.data, n.weight = weight.data, n.bias = bias.data;
   n.columns = x.columns(), n.rows = x.rows(), n.x_stride = x.row_stride();
-  n.eps = static_cast<float>(eps), n.centered = centered;
+  n.eps = static_cast<float>(eps), n.offset = static_cast<float>(offset), n.centered = centered;
   n.codes = out.scales ? out.y.dtype : Dtype::none;
   n.y = out.y.data, n.new_residual = out.new_residual.data, n.scales = out.scales.as<float>();
   auto* statistics = out.statistics.as<float>();
@@ -45,38 +46,41 @@ inline void normalize(Host& host, bool centered, double eps, const View& x, cons
 }
 
 inline void layer_norm_host(Host& host, const View& x, const View& weight, const View& bias,
-                            double eps, const View& y) {
-  normalize(host, true, eps, x, {}, weight, bias, {y});
+                            double eps, double offset, const View& y) {
+  normalize(host, true, eps, offset, x, {}, weight, bias, {y});
 }
 inline void layer_norm_forward_host(Host& host, const View& x, const View& weight, const View& bias,
-                                    double eps, const View& y, const View& statistics) {
-  normalize(host, true, eps, x, {}, weight, bias, {y, {}, statistics});
+                                    double eps, double offset, const View& y,
+                                    const View& statistics) {
+  normalize(host, true, eps, offset, x, {}, weight, bias, {y, {}, statistics});
 }
-inline void rms_norm_host(Host& host, const View& x, const View& weight, double eps,
+inline void rms_norm_host(Host& host, const View& x, const View& weight, double eps, double offset,
                           const View& y) {
-  normalize(host, false, eps, x, {}, weight, {}, {y});
+  normalize(host, false, eps, offset, x, {}, weight, {}, {y});
 }
 inline void rms_norm_forward_host(Host& host, const View& x, const View& weight, double eps,
-                                  const View& y, const View& statistics) {
-  normalize(host, false, eps, x, {}, weight, {}, {y, {}, statistics});
+                                  double offset, const View& y, const View& statistics) {
+  normalize(host, false, eps, offset, x, {}, weight, {}, {y, {}, statistics});
 }
 inline void add_layer_norm_host(Host& host, const View& x, const View& residual, const View& weight,
-                                const View& bias, double eps, const View& y, const View& sum) {
-  normalize(host, true, eps, x, residual, weight, bias, {y, sum});
+                                const View& bias, double eps, double offset, const View& y,
+                                const View& sum) {
+  normalize(host, true, eps, offset, x, residual, weight, bias, {y, sum});
 }
 inline void add_layer_norm_forward_host(Host& host, const View& x, const View& residual,
                                         const View& weight, const View& bias, double eps,
-                                        const View& y, const View& sum, const View& statistics) {
-  normalize(host, true, eps, x, residual, weight, bias, {y, sum, statistics});
+                                        double offset, const View& y, const View& sum,
+                                        const View& statistics) {
+  normalize(host, true, eps, offset, x, residual, weight, bias, {y, sum, statistics});
 }
 inline void add_rms_norm_host(Host& host, const View& x, const View& residual, const View& weight,
-                              double eps, const View& y, const View& sum) {
-  normalize(host, false, eps, x, residual, weight, {}, {y, sum});
+                              double eps, double offset, const View& y, const View& sum) {
+  normalize(host, false, eps, offset, x, residual, weight, {}, {y, sum});
 }
 inline void add_rms_norm_forward_host(Host& host, const View& x, const View& residual,
-                                      const View& weight, double eps, const View& y,
+                                      const View& weight, double eps, double offset, const View& y,
                                       const View& sum, const View& statistics) {
-  normalize(host, false, eps, x, residual, weight, {}, {y, sum, statistics});
+  normalize(host, false, eps, offset, x, residual, weight, {}, {y, sum, statistics});
 }
 
 inline void add_rms_norm_quantized_host(Host& host, const View& x, const View& residual,
@@ -84,7 +88,7 @@ inline void add_rms_norm_quantized_host(Host& host, const View& x, const View& r
                                         const View& scales, const View& sum) {
   FLEXOPS_CHECK(dtype == Dtype::i8 || dtype == Dtype::e4m3, host.op,
                 ": dtype must be int8 or float8_e4m3fn");
-  normalize(host, false, eps, x, residual, weight, {}, {y, sum, {}, scales});
+  normalize(host, false, eps, 0.0, x, residual, weight, {}, {y, sum, {}, scales});
 }
 inline void rms_norm_quantized_host(Host& host, const View& x, const View& weight, double eps,
                                     Dtype dtype, const View& y, const View& scales) {

@@ -21,9 +21,11 @@ struct Backward {
   int lanes;   // that share a row
   int blocks;  // of a cluster that shares a row
   float inverse;
+  float offset;  // added to the weight
   ElementType type, weight_type;
   bool centered;
-  bool keep_in_l2;  // the second-level cache is asked to keep what is read
+  bool wide_weight;  // backward_walk: see Weight
+  bool keep_in_l2;   // the second-level cache is asked to keep what is read
 };
 
 /// What both of a row's passes need.
@@ -53,8 +55,8 @@ using Floats = Vec<float, 4>;
 FLEXOPS_DEVICE Floats four_of(const float* v) { return {v[0], v[1], v[2], v[3]}; }
 
 /// A thread's parts of the weight, in slots of shared memory a warp's width apart: as they are if
-/// they are of T, else as float32; ones if there is no weight. Needs no barrier, because a thread
-/// has slots of its own, but the caller waits for the copies.
+/// they are of T and have no offset, else as float32; ones if there is no weight. Needs no barrier,
+/// because a thread has slots of its own, but the caller waits for the copies.
 template <typename T>
 struct Weight {
   static constexpr int V = kPerVector<T>, kWords = V / 4;  // slots of V floats
@@ -62,7 +64,7 @@ struct Weight {
   bool wide;
 
   FLEXOPS_DEVICE Weight(uint4* slot, const Backward& p, const Group& g)
-      : first(slot), wide(p.weight != nullptr && p.weight_type != kElementType<T>) {
+      : first(slot), wide(p.wide_weight) {
 #pragma unroll 1
     for (int i = 0; i < slots(); ++i) {
       const int words = slots() / kParts,
@@ -74,11 +76,13 @@ struct Weight {
 #pragma unroll
         for (int e = 0; e < V; ++e) ones[e] = 1.0f;
         *to = bit_cast<uint4>(packed<T>(ones));
-      } else if (!wide || p.weight_type == ElementType::f32) {
+      } else if (!wide || (p.weight_type == ElementType::f32 && p.offset == 0.0f)) {
         async_copy<16>(to, static_cast<const uint4*>(p.weight) + at, valid ? 16 : 0);
       } else {
         Floats four = {};
         if (valid) load_floats<Cache::constant>(four.at, p.weight, at * 4, p.weight_type);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) four.at[e] += p.offset;
         *to = bit_cast<uint4>(four);
       }
     }
@@ -122,8 +126,7 @@ __global__ void __launch_bounds__(kWalkThreads, 1)
   // A warp's slots lie together, the weight's first, so that most of their distances are constants.
   const int warp = static_cast<int>(threadIdx.x) / kNarrowWarp,
             lane = static_cast<int>(threadIdx.x) % kNarrowWarp;
-  const int weight_slots =
-      p.weight != nullptr && p.weight_type != kElementType<T> ? kParts * (V / 4) : kParts;
+  const int weight_slots = p.wide_weight ? kParts * (V / 4) : kParts;
   uint4* const own =
       slots + warp * ((weight_slots + kStages * streams * kParts) * kNarrowWarp) + lane;
   // Start the copies of the weight.
@@ -308,7 +311,7 @@ __global__ void __launch_bounds__(kMostThreads)
     if (p.weight) {
       load_floats<Cache::constant>(weight, p.weight, i64(i) * V, p.weight_type);
 #pragma unroll
-      for (int e = 0; e < V; ++e) scaled[e] *= weight[e];
+      for (int e = 0; e < V; ++e) scaled[e] *= weight[e] + p.offset;
     }
 #pragma unroll
     for (int e = 0; e < V; ++e) unit[e] = (unit[e] - s.mean) * s.rstd;

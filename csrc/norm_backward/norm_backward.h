@@ -12,6 +12,7 @@ struct NormBackward {
   const void *x, *grad, *grad_residual;  // what was normalized; the result's gradient; what is
                                          // added to grad_x, or null
   const void* weight;                    // or null
+  float offset;                          // added to it
   const float *mean, *rstd;              // mean if centered
   void* grad_x;                          // contiguous; null if not wanted
   void *grad_weight, *grad_bias;         // of weight_type and bias_type; null if not wanted

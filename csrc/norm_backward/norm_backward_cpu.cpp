@@ -13,7 +13,7 @@ static void backward_row(const NormBackward& n, int64_t row, float* sum_weight, 
   const auto* grad = static_cast<const Stored<type>*>(n.grad) + row * n.grad_stride;
   const Floats mean = spread(n.centered ? n.mean[row] : 0.0f), rstd = spread(n.rstd[row]);
   const auto scaled = [&](Floats value, int64_t i, int64_t count) {
-    return n.weight ? value * load_parameter<type, kWide>(n.weight, i, count) : value;
+    return n.weight ? value * (load_parameter<type, kWide>(n.weight, i, count) + n.offset) : value;
   };
   const auto unit = [&](int64_t i, int64_t count) {
     return (load_at<type>(x, i, count) - mean) * rstd;

@@ -16,6 +16,11 @@ bool has_vectors(const NormBackward& a, int64_t vector) {
          aligned(a.grad_residual, 16) && aligned(a.grad_x, 16) && aligned(a.weight, 16);
 }
 
+/// Whether backward_walk has the weight as float32: no 16 bits hold its sum with an offset.
+bool has_wide_weight(const NormBackward& a) {
+  return a.weight && (a.weight_type != a.type || a.offset != 0.0f);
+}
+
 /// How a gradient is found. Both ways leave `blocks` sums of each column.
 struct Plan {
   bool walks = false;  // backward_walk; else backward_input and backward_parameters
@@ -34,8 +39,7 @@ bool plan_walk(Plan& plan, Backward& p, const NormBackward& a) {
   if (held > norm::kWalkThreads) return false;
   p.lanes = norm::lanes_for(held, norm::kWalkThreads);
   const int64_t word = parts * 16, stages = norm::kStages * (a.grad_residual ? 3 : 2) * word;
-  const int64_t weights =
-      a.weight && a.weight_type != a.type ? word * 4 / element_size(a.type) : word;
+  const int64_t weights = has_wide_weight(a) ? word * 4 / element_size(a.type) : word;
   const int64_t tuned = a.type == ElementType::f32 ? 256 : 512,
                 most_threads = p.lanes > tuned ? p.lanes : tuned;
   const Gpu& gpu = gpu_facts();
@@ -87,8 +91,7 @@ bool plan_clusters(Plan& plan, Backward& p, const NormBackward& a) {
   if (gpu_facts().capability < 90) return false;
   const int64_t parts = norm::kParts, held = ceil_div(p.vectors, parts);
   const int64_t word = parts * 16, stages = norm::kStages * (a.grad_residual ? 3 : 2) * word;
-  const int64_t weights =
-      a.weight && a.weight_type != a.type ? word * 4 / element_size(a.type) : word;
+  const int64_t weights = has_wide_weight(a) ? word * 4 / element_size(a.type) : word;
   // As many rows as possible at the same time, and then in many small blocks: while one waits for a
   // row's sums, others have work.
   constexpr int64_t kReserved = 3072;  // the kernel's own shared memory, and the driver's
@@ -197,6 +200,7 @@ const char* norm_backward_cuda(const NormBackward& a, void* stream) {
   p.x_stride = a.x_stride, p.grad_stride = a.grad_stride,
   p.grad_residual_stride = a.grad_residual_stride;
   p.inverse = 1.0f / static_cast<float>(a.columns);
+  p.offset = a.offset, p.wide_weight = has_wide_weight(a);
   p.type = a.type, p.weight_type = a.weight_type, p.centered = a.centered;
   p.keep_in_l2 = norm::is_large(a.rows * a.columns, a.type);
   const Plan plan = make_plan(p, a);

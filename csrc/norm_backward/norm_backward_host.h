@@ -10,9 +10,10 @@ namespace flexops {
 using View = TensorView;
 
 /// Gradients that are not wanted are views that are false.
-inline void norm_backward(Host& host, bool centered, const View& grad, const View& grad_residual,
-                          const View& x, const View& weight, const View& statistics,
-                          const View& grad_x, const View& grad_weight, const View& grad_bias) {
+inline void norm_backward(Host& host, bool centered, double offset, const View& grad,
+                          const View& grad_residual, const View& x, const View& weight,
+                          const View& statistics, const View& grad_x, const View& grad_weight,
+                          const View& grad_bias) {
   FLEXOPS_CHECK(1 <= x.columns() && x.columns() <= kMostColumns, host.op,
                 ": x's last dimension must be from 1 to ", kMostColumns, ", got ", x.columns());
   if (!grad_x && !grad_weight && !grad_bias) return;
@@ -21,6 +22,7 @@ inline void norm_backward(Host& host, bool centered, const View& grad, const Vie
   if (weight) n.weight_type = element_type(weight);
   if (grad_bias) n.bias_type = element_type(host.op, "bias_dtype", grad_bias.dtype);
   n.columns = x.columns(), n.rows = x.rows(), n.centered = centered;
+  n.offset = static_cast<float>(offset);
   n.x = x.data, n.grad = grad.data, n.grad_residual = grad_residual.data, n.weight = weight.data;
   n.x_stride = x.row_stride(), n.grad_stride = grad.row_stride();
   if (grad_residual) n.grad_residual_stride = grad_residual.row_stride();
@@ -44,15 +46,17 @@ inline void norm_backward(Host& host, bool centered, const View& grad, const Vie
 
 inline void layer_norm_backward_host(Host& host, const View& grad, const View& grad_residual,
                                      const View& x, const View& weight, const View& statistics,
-                                     bool, bool, bool, Dtype, const View& grad_x,
+                                     double offset, bool, bool, bool, Dtype, const View& grad_x,
                                      const View& grad_weight, const View& grad_bias) {
-  norm_backward(host, true, grad, grad_residual, x, weight, statistics, grad_x, grad_weight,
+  norm_backward(host, true, offset, grad, grad_residual, x, weight, statistics, grad_x, grad_weight,
                 grad_bias);
 }
 inline void rms_norm_backward_host(Host& host, const View& grad, const View& grad_residual,
-                                   const View& x, const View& weight, const View& statistics, bool,
-                                   bool, const View& grad_x, const View& grad_weight) {
-  norm_backward(host, false, grad, grad_residual, x, weight, statistics, grad_x, grad_weight, {});
+                                   const View& x, const View& weight, const View& statistics,
+                                   double offset, bool, bool, const View& grad_x,
+                                   const View& grad_weight) {
+  norm_backward(host, false, offset, grad, grad_residual, x, weight, statistics, grad_x,
+                grad_weight, {});
 }
 
 }  // namespace flexops

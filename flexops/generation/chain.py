@@ -175,8 +175,7 @@ class Queue(TorchDispatchMode):
             if norm is not None:
                 self.run()
                 eps, offset = norm.numbers
-                weight = norm.weight.float() + offset if offset else norm.weight
-                norm.out.copy_(rms_norm(norm.x, weight, eps))
+                norm.out.copy_(rms_norm(norm.x, norm.weight, eps, offset=offset))
 
 
 def _memory(x: Tensor) -> int:

@@ -125,7 +125,7 @@ def fp8_linears(
 
 
 def fp8_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Codes] | None:
     """:func:`flexops.add_rms_norm` and the codes of its result, in one pass; None if the tensors
     have not one dtype, or rows are too long or no multiple of 16."""
@@ -137,7 +137,7 @@ def fp8_add_rms_norm(
         or x.numel() == 0
     ):
         return None
-    y, total, *codes = _NormRows.apply(x, residual, weight, eps)
+    y, total, *codes = _NormRows.apply(x, residual, weight, eps, offset)
     return y, total, (codes[0], codes[1], codes[2])
 
 
@@ -210,9 +210,9 @@ def _rows_reference(x: Tensor, more: Sequence[Tensor], rows: int) -> Codes:  # n
 
 
 def _norm_rows_reference(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
 ) -> tuple[Tensor, ...]:
-    y, total, rstd = add_rms_norm_reference(x, residual, weight, eps)
+    y, total, rstd = add_rms_norm_reference(x, residual, weight, eps, offset)
     return y, total, rstd, *_rows_reference(y, (), len(y))
 
 
@@ -300,15 +300,15 @@ class _NormRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
     ) -> tuple[Tensor, ...]:
         rows, more = (one.reshape(-1, one.shape[-1]) for one in (x, residual))
         y, total, rstd, *codes = _on(
-            x.device, "fp8_norm_rows", _norm_rows_reference, rows, more, weight, eps
+            x.device, "fp8_norm_rows", _norm_rows_reference, rows, more, weight, eps, offset
         )[:6]
         y, total = y.view(x.shape), total.view(x.shape)
         results = y, total, rstd.view(x.shape[:-1])
-        add_rms_norm_gradient[0](ctx, (x, residual, weight, eps), results)
+        add_rms_norm_gradient[0](ctx, (x, residual, weight, eps, offset), results)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*codes)
         return y, total, *codes

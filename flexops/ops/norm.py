@@ -3,9 +3,9 @@
 With ``N`` the last dimension's size (1 to 65536), in float32::
 
     layer norm   mean = sum(x) / N    rstd = 1 / sqrt(sum((x - mean)**2) / N + eps)
-                 y = (x - mean) * rstd * weight + bias
+                 y = (x - mean) * rstd * (weight + offset) + bias
     RMS norm     rstd = 1 / sqrt(sum(x**2) / N + eps)
-                 y = x * rstd * weight
+                 y = x * rstd * (weight + offset)
 
 ``x`` is float32, float16 or bfloat16, and so is ``y``; weight and bias may have another of these
 dtypes (float32 parameters with bfloat16 data need no casts). All arithmetic is in float32 and
@@ -36,10 +36,15 @@ _MOST_COLUMNS = 65536
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    offset: float = 0.0,
 ) -> Tensor:
     """Layer norm over the last dimension: what ``torch.nn.functional.layer_norm(x, x.shape[-1:],
-    weight, bias, eps)`` gives, rounded once.
+    weight + offset, bias, eps)`` gives, rounded once.
 
     Args:
         x: ``[..., N]``, float32, float16 or bfloat16, N from 1 to 65536, any strides; may have no
@@ -47,6 +52,7 @@ def layer_norm(
         weight: ``[N]``, of any of these dtypes; None is ones.
         bias: ``[N]``, of any of these dtypes; None is zeros.
         eps: added to the variance; at least 0.
+        offset: added to the weight in float32; without a weight it has no effect.
 
     Returns:
         ``y``, a contiguous tensor of x's shape and dtype. A row with a NaN or an infinity is all
@@ -56,13 +62,15 @@ def layer_norm(
         TypeError: a dtype is not as above, or an argument is no tensor.
         ValueError: shapes or devices do not fit, or N or eps is out of range.
     """
-    y: Tensor = _LAYER_NORM(x, weight, bias, eps)
+    y: Tensor = _LAYER_NORM(x, weight, bias, eps, offset)
     return y
 
 
-def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0
+) -> Tensor:
     """RMS norm over the last dimension: what ``torch.nn.functional.rms_norm(x, x.shape[-1:],
-    weight, eps)`` gives, rounded once.
+    weight + offset, eps)`` gives, rounded once.
 
     Args:
         x: ``[..., N]``, float32, float16 or bfloat16, N from 1 to 65536, any strides; may have no
@@ -70,6 +78,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
         weight: ``[N]``, of any of these dtypes; None is ones.
         eps: added to the mean square; at least 0. (torch's default, None, is
             ``torch.finfo(x.dtype).eps``.)
+        offset: added to the weight in float32 (1 for Gemma's); without a weight it has no effect.
 
     Returns:
         ``y``, a contiguous tensor of x's shape and dtype. A row with a NaN is all NaN; one with an
@@ -78,7 +87,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
     Raises:
         TypeError, ValueError: as :func:`layer_norm`.
     """
-    y: Tensor = _RMS_NORM(x, weight, eps)
+    y: Tensor = _RMS_NORM(x, weight, eps, offset)
     return y
 
 
@@ -88,6 +97,8 @@ def add_layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    *,
+    offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """``new_residual = x + residual`` and its layer norm, in one pass over memory.
 
@@ -95,7 +106,7 @@ def add_layer_norm(
         x: as :func:`layer_norm`'s.
         residual: of x's shape, float32, float16 or bfloat16. A float32 residual may go with a
             bfloat16 x.
-        weight, bias, eps: as :func:`layer_norm`'s.
+        weight, bias, eps, offset: as :func:`layer_norm`'s.
 
     Returns:
         ``(y, new_residual)``: contiguous, of x's shape; ``y`` of x's dtype, ``new_residual`` of
@@ -104,12 +115,17 @@ def add_layer_norm(
     Raises:
         TypeError, ValueError: as :func:`layer_norm`.
     """
-    results: tuple[Tensor, Tensor] = _ADD_LAYER_NORM(x, residual, weight, bias, eps)
+    results: tuple[Tensor, Tensor] = _ADD_LAYER_NORM(x, residual, weight, bias, eps, offset)
     return results
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """``new_residual = x + residual`` and its RMS norm, in one pass over memory.
 
@@ -117,7 +133,7 @@ def add_rms_norm(
         x: as :func:`rms_norm`'s.
         residual: of x's shape, float32, float16 or bfloat16. A float32 residual may go with a
             bfloat16 x.
-        weight, eps: as :func:`rms_norm`'s.
+        weight, eps, offset: as :func:`rms_norm`'s.
 
     Returns:
         ``(y, new_residual)``: contiguous, of x's shape; ``y`` of x's dtype, ``new_residual`` of
@@ -126,7 +142,7 @@ def add_rms_norm(
     Raises:
         TypeError, ValueError: as :func:`layer_norm`.
     """
-    results: tuple[Tensor, Tensor] = _ADD_RMS_NORM(x, residual, weight, eps)
+    results: tuple[Tensor, Tensor] = _ADD_RMS_NORM(x, residual, weight, eps, offset)
     return results
 
 
@@ -157,7 +173,12 @@ def check_eps(name: str, eps: float) -> None:
 
 
 def normalize(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    centered: bool,
+    offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The unrounded result and the rows' statistics: means and reciprocal deviations ``[2, ...]``
     if centered, else the latter alone."""
@@ -166,7 +187,7 @@ def normalize(
     rstd = (row - mean).square().mean(-1, keepdim=True).add(eps).sqrt().reciprocal()
     y = (row - mean) * rstd
     if weight is not None:
-        y = y * wide(weight)
+        y = y * (wide(weight) + offset)
     if bias is not None:
         y = y + wide(bias)
     return y, (
@@ -183,8 +204,8 @@ def add(x: Tensor, residual: Tensor) -> Tensor:
 def _reference(centered: bool, added: bool, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Of an operator with these arguments: its results and the rows' statistics."""
     sums: tuple[Tensor, ...] = (add(x, rest[0]),) if added else ()
-    total, bias = sums[0] if added else x, rest[-2] if centered else None
-    y, statistics = normalize(total, rest[added], bias, rest[-1], centered)
+    total, bias = sums[0] if added else x, rest[-3] if centered else None
+    y, statistics = normalize(total, rest[added], bias, rest[-2], centered, rest[-1])
     return y.to(x.dtype).contiguous(), *sums, statistics
 
 
@@ -196,7 +217,7 @@ def _gradient(centered: bool, added: bool) -> tuple[Callable[..., None], Callabl
     gradients = LAYER_NORM_BACKWARD if centered else RMS_NORM_BACKWARD
 
     def setup_context(ctx: Any, arguments: tuple[Any, ...], results: Any) -> None:
-        x, bias = arguments[0], arguments[-2]
+        x, bias, ctx.offset = arguments[0], arguments[-3], arguments[-1]
         ctx.save_for_backward(results[1] if added else x, arguments[1 + added], results[-1])
         ctx.x_dtype = x.dtype
         # the kernel's last argument
@@ -205,15 +226,16 @@ def _gradient(centered: bool, added: bool) -> tuple[Callable[..., None], Callabl
     def backward(
         ctx: Any, grad: Tensor | None, grad_residual: Tensor | None = None
     ) -> tuple[Any, ...]:
-        needs = ctx.needs_input_grad  # x, residual, weight, bias, eps
+        needs = ctx.needs_input_grad  # x, residual, weight, bias, eps, offset
         total = grad_residual
-        of_parameters: tuple[Tensor | None, ...] = (None,) * (2 + centered)
+        of_parameters: tuple[Tensor | None, ...] = (None,) * (3 + centered)
         if grad is not None:
-            wanted = needs[1 + added : -1]
+            wanted = needs[1 + added : -2]
             total, *made = gradients(
-                grad, grad_residual, *ctx.saved_tensors, any(needs[: 1 + added]), *wanted, *ctx.more
-            )
-            of_parameters = (*map(_if_needed, made, wanted), None)
+                grad, grad_residual, *ctx.saved_tensors, ctx.offset,
+                any(needs[: 1 + added]), *wanted, *ctx.more,
+            )  # fmt: skip
+            of_parameters = (*map(_if_needed, made, wanted), None, None)
         of_x = total if total is None or total.dtype == ctx.x_dtype else total.to(ctx.x_dtype)
         of_rows = (_if_needed(of_x, needs[0]), _if_needed(total, needs[1]))
         return *of_rows[: 1 + added], *of_parameters
@@ -231,7 +253,7 @@ def _define(name: str, centered: bool, added: bool) -> Callable[..., Any]:
     reference = functools.partial(_reference, centered, added)
 
     def check(x: Tensor, *rest: Any) -> None:
-        check_row(name, x, rest[-1])
+        check_row(name, x, rest[-2])
 
     define(
         name,
@@ -257,10 +279,10 @@ add_rms_norm_gradient = _gradient(False, True)
 
 @checking()
 def self_check(make: Make) -> Any:
-    """Both norms, one with an addition."""
+    """Both norms, one with an addition, one with an offset."""
     x, residual, weight, bias = make(33, 192), make(33, 192), make(192), make(192)
     ops = torch.ops.flexops
     return (
-        ops.add_layer_norm.forward(x, residual, weight, bias, 1e-5),
-        ops.rms_norm.forward(x, weight, 1e-6),
+        ops.add_layer_norm.forward(x, residual, weight, bias, 1e-5, 0.0),
+        ops.rms_norm.forward(x, weight, 1e-6, 1.0),
     )

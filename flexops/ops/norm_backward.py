@@ -1,7 +1,7 @@
 """The norms' backward pass: a family of its own, because who only runs a model compiles without it.
 
-With ``g`` the result's gradient, ``u = (x - mean) * rstd`` (RMS norm: ``mean`` is 0), ``s = g *
-weight`` and ``mean_`` a mean over the row::
+With ``g`` the result's gradient, ``u = (x - mean) * rstd`` (RMS norm: ``mean`` is 0),
+``s = g * (weight + offset)`` and ``mean_`` a mean over the row::
 
     grad_x      = (s - mean_(s) - u * mean_(s * u)) * rstd + grad_residual
                   (RMS norm: without mean_(s))
@@ -27,13 +27,14 @@ def _differentiate(
     grad_residual: Tensor | None,
     x: Tensor,
     weight: Tensor | None,
+    offset: float,
     mean: Tensor | None,
     rstd: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of what was normalized, of weight and of bias; not rounded."""
     of_y, rstd = wide(grad), rstd.unsqueeze(-1)
     unit = (wide(x) if mean is None else wide(x) - mean.unsqueeze(-1)) * rstd
-    scaled = of_y if weight is None else of_y * wide(weight)
+    scaled = of_y if weight is None else of_y * (wide(weight) + offset)
     grad_x = scaled - unit * (scaled * unit).mean(-1, keepdim=True)
     if mean is not None:
         grad_x = grad_x - scaled.mean(-1, keepdim=True)
@@ -50,13 +51,16 @@ def _reference(
     x: Tensor,
     weight: Tensor | None,
     statistics: Tensor,
+    offset: float,
     need_x: bool,
     need_weight: bool,
     *of_bias: Any,
 ) -> tuple[Tensor, ...]:
     """With ``need_bias, bias_dtype`` behind them for a layer norm, whose statistics are two."""
     mean, rstd = statistics if of_bias else (None, statistics)
-    grad_x, grad_weight, grad_bias = _differentiate(grad, grad_residual, x, weight, mean, rstd)
+    grad_x, grad_weight, grad_bias = _differentiate(
+        grad, grad_residual, x, weight, offset, mean, rstd
+    )
     return (
         _kept(grad_x, need_x, x.dtype),
         _kept(
@@ -86,6 +90,8 @@ def self_check(make: Make) -> Any:
     rstd = x.var(-1, unbiased=False).add(1e-5).rsqrt()
     statistics, needed = torch.stack([x.mean(-1), rstd]), (True, True)
     return (
-        LAYER_NORM_BACKWARD(grad, residual, x, weight, statistics, *needed, True, torch.float32),
-        RMS_NORM_BACKWARD(grad, None, x, weight, rstd, *needed),
+        LAYER_NORM_BACKWARD(
+            grad, residual, x, weight, statistics, 0.0, *needed, True, torch.float32
+        ),
+        RMS_NORM_BACKWARD(grad, None, x, weight, rstd, 1.0, *needed),
     )

@@ -205,13 +205,10 @@ class OfModel(functools.partial[Any]):
 # ---- norms ---------------------------------------------------------------------------------------
 
 
-def _gain(module: Any, offset: float) -> Any:
-    """The weight, to which Gemma adds 1; None where the module has none, or a buffer of ones that
-    its code does not read."""
+def _weight(module: Any) -> Any:
+    """None where the module has none, or a buffer of ones that its code does not read."""
     weight = None if "weight" in module._buffers else getattr(module, "weight", None)
-    if weight is None or weight.dim() == 0:
-        return None
-    return weight.float() + offset if offset else weight
+    return None if weight is None or weight.dim() == 0 else weight
 
 
 def _known(module: Any, x: Any) -> Any:
@@ -238,7 +235,7 @@ def rms_norm(
     known = None if torch.compiler.is_compiling() else _known(module, x)
     if known is None and weight is not None and state.queue is not None:
         known = state.queue.normalize(x, weight, eps, offset)
-    return _rms_norm(x, _gain(module, offset), eps) if known is None else known
+    return _rms_norm(x, _weight(module), eps, offset=offset) if known is None else known
 
 
 @of_tensor
@@ -247,8 +244,10 @@ def layer_norm(module: Any, x: Tensor, *, eps: float, offset: float = 0.0) -> An
     if x.dtype not in _DTYPES or not is_plain(weight) or not is_plain(bias):
         return NotImplemented
     known = None if torch.compiler.is_compiling() else _known(module, x)
-    x = x.float() if known is None and widens_layer_norm(x) else x
-    return _layer_norm(x, _gain(module, offset), bias, eps) if known is None else known
+    if known is not None:
+        return known
+    x = x.float() if widens_layer_norm(x) else x
+    return _layer_norm(x, _weight(module), bias, eps, offset=offset)
 
 
 @of_tensor
@@ -285,11 +284,14 @@ def fuses(norm: Any, x: Tensor) -> bool:
 def _add_norm(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
     """``norm(residual + x)`` and the sum, in one pass."""
     ours = norm.__dict__["forward"]
-    weight, eps = _gain(norm, ours.keywords.get("offset", 0.0)), ours.keywords["eps"]
+    weight, eps = _weight(norm), ours.keywords["eps"]
+    offset = ours.keywords.get("offset", 0.0)
     if ours.func is rms_norm:
-        coded = fp8.add_rms_norm(norm, x, residual, weight, eps)
-        return add_rms_norm(x, residual, weight, eps) if coded is None else coded
-    return add_layer_norm(x, residual, weight, norm._parameters.get("bias"), eps)
+        coded = fp8.add_rms_norm(norm, x, residual, weight, eps, offset)
+        if coded is not None:
+            return coded
+        return add_rms_norm(x, residual, weight, eps, offset=offset)
+    return add_layer_norm(x, residual, weight, norm._parameters.get("bias"), eps, offset=offset)
 
 
 NORMS = (rms_norm, layer_norm)

@@ -78,7 +78,7 @@ def _codes_of(x: Tensor) -> Codes | None:
 
 
 def add_rms_norm(
-    norm: Any, x: Tensor, residual: Tensor, weight: Any, eps: float
+    norm: Any, x: Tensor, residual: Tensor, weight: Any, eps: float, offset: float
 ) -> tuple[Tensor, Tensor] | None:
     """:func:`flexops.add_rms_norm` for layers that read its result in fp8; None for others'."""
     if not norm.__dict__["forward"].keywords.get("codes") or weight is None:
@@ -86,7 +86,7 @@ def add_rms_norm(
     width = x.shape[-1]
     if size_of(x.numel() / width, width, width) < LEAST_SIZE:
         return None
-    made = fp8_add_rms_norm(x, residual, weight, eps)
+    made = fp8_add_rms_norm(x, residual, weight, eps, offset)
     if made is None:
         return None
     y, total, codes = made

@@ -62,12 +62,13 @@ def test_several_matrices_and_strides():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 16), (3, 65, 272), (2000, 2048), (70, 4096), (33, 8192)])
-def test_norm_rows(shape, dtype):
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norm_rows(shape, dtype, offset):
     x, residual, grad = (torch.randn(shape, device="cuda").to(dtype) for _ in range(3))
     weight = torch.randn(shape[-1], device="cuda").to(dtype)
     args = [one.requires_grad_() for one in (x, residual, weight)]
-    y, total, codes = module.fp8_add_rms_norm(*args, 1e-6)  # type: ignore[misc]
-    plain = flexops.add_rms_norm(*args)
+    y, total, codes = module.fp8_add_rms_norm(*args, 1e-6, offset)  # type: ignore[misc]
+    plain = flexops.add_rms_norm(*args, offset=offset)
     torch.testing.assert_close((y, total), plain)
     assert torch.equal(total, plain[1])
     same(codes, module._rows((y.detach().reshape(-1, shape[-1]),)))

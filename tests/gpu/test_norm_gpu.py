@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from norm_cases import DTYPES, ROUNDING, Drawn, compare_all
+import torch.nn.functional as F
+from norm_cases import DTYPES, ROUNDING, Drawn, assert_near, compare_all
 from processes import completed
 
 import flexops
@@ -61,9 +62,33 @@ def test_kernels_give_what_the_reference_gives(columns):
         bias = torch.randn(columns, device="cuda").to(bias_dtype) if choose.random() < 0.8 else None
         needs = [choose.random() < 0.8 for _ in range(3)]
         some = also if turn % 3 else None
-        drawn = Drawn(x, residual, grad, some, weight, bias, needs, bias_dtype)
+        offset = float(turn >= 6)
+        drawn = Drawn(x, residual, grad, some, weight, bias, needs, bias_dtype, offset)
         # a row of one column has a gradient of zero: all that is left is rounding
         compare_all(drawn, floor=1e-6 if columns == 1 else 1e-7)
+
+
+@pytest.mark.parametrize("columns", [7, 256, 1000, 4096, 9000, 40000])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_an_offset_is_added_to_the_weight(name, dtype, columns):
+    """Results and gradients are float64's, with weights of x's dtype and of float32."""
+    torch.manual_seed(columns)
+    x, grad = torch.randn(2, 5, columns, device="cuda").to(dtype)
+    nothing = torch.zeros_like(x)
+    for weight_dtype in (dtype, torch.float32):
+        weight = torch.randn(columns, device="cuda").to(weight_dtype)
+        leaves = [x.requires_grad_(), weight.requires_grad_()]
+        exact = [one.detach().double().requires_grad_() for one in leaves]
+        wanted = getattr(F, name)(exact[0], (columns,), weight=exact[1] + 1, eps=1e-5)
+        expected = wanted, *torch.autograd.grad(wanted, exact, grad.double())
+        for y in (
+            getattr(flexops, name)(x, weight=weight, eps=1e-5, offset=1.0),
+            getattr(flexops, f"add_{name}")(x, nothing, weight=weight, eps=1e-5, offset=1.0)[0],
+        ):
+            actual = y, *torch.autograd.grad(y, leaves, grad)
+            rounded = [one.to(same.dtype) for one, same in zip(expected, actual, strict=True)]
+            assert_near(actual, rounded, size=5)
 
 
 @pytest.mark.parametrize("columns", [1, 7, 8, 520, 4096, 8192, 16384, 40000])

@@ -26,6 +26,7 @@ class Drawn(NamedTuple):
     bias: Tensor | None
     needs: list[bool]
     bias_dtype: torch.dtype
+    offset: float = 0.0
 
 
 def assert_near(actual: Any, expected: Any, size: int = 1, floor: float = 1e-6) -> None:
@@ -46,7 +47,7 @@ def assert_near(actual: Any, expected: Any, size: int = 1, floor: float = 1e-6) 
 
 def compare_all(drawn: Drawn, floor: float = 1e-6) -> None:
     """Each operator's kernels against its reference, forward and backward."""
-    x, residual, grad, also, weight, bias, needs, bias_dtype = drawn
+    x, residual, grad, also, weight, bias, needs, bias_dtype, offset = drawn
     ops, rows = torch.ops.flexops, x.shape[0]
 
     def compare(name: str, *arguments: Any, size: int = 1) -> Any:
@@ -57,11 +58,13 @@ def compare_all(drawn: Drawn, floor: float = 1e-6) -> None:
         return results
 
     with torch.no_grad():
-        compare("layer_norm.forward", x, weight, bias, 1e-5)
-        compare("rms_norm.forward", x, weight, 1e-6)
-        _, total, statistics = compare("add_layer_norm.forward", x, residual, weight, bias, 1e-5)
-        given = grad, also, total, weight, statistics, *needs, bias_dtype
+        compare("layer_norm.forward", x, weight, bias, 1e-5, offset)
+        compare("rms_norm.forward", x, weight, 1e-6, offset)
+        _, total, statistics = compare(
+            "add_layer_norm.forward", x, residual, weight, bias, 1e-5, offset
+        )
+        given = grad, also, total, weight, statistics, offset, *needs, bias_dtype
         compare("layer_norm_backward", *given, size=rows)
-        _, total, statistics = compare("add_rms_norm.forward", x, residual, weight, 1e-6)
-        given = grad, also, total, weight, statistics, *needs[:2]
+        _, total, statistics = compare("add_rms_norm.forward", x, residual, weight, 1e-6, offset)
+        given = grad, also, total, weight, statistics, offset, *needs[:2]
         compare("rms_norm_backward", *given, size=rows)

@@ -131,11 +131,12 @@ def test_a_gates_gradient_is_its_activations(activation):
     torch.testing.assert_close(found, wanted)
 
 
-def test_a_norm_gives_codes_of_its_result():
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_norm_gives_codes_of_its_result(offset):
     tensors = [draw(2, 9, 32), draw(2, 9, 32, seed=1), draw(32)]
     args = [one.requires_grad_() for one in tensors]
-    y, total, codes = module.fp8_add_rms_norm(*args, 1e-6)  # type: ignore[misc]
-    plain = flexops.add_rms_norm(*args)
+    y, total, codes = module.fp8_add_rms_norm(*args, 1e-6, offset)  # type: ignore[misc]
+    plain = flexops.add_rms_norm(*args, offset=offset)
     torch.testing.assert_close(y, plain[0])
     assert torch.equal(total, plain[1])
     for a, b in zip(codes, module._rows((y.detach().view(18, 32),)), strict=True):

@@ -3,6 +3,7 @@ codes, which gradients are made."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable
@@ -43,6 +44,11 @@ def layer_norm_oracle(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def rms_norm_oracle(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+
+
+def with_gain(oracle: Any) -> Any:
+    """With 1 added to the weight."""
+    return lambda x, weight, *bias: oracle(x, weight + 1, *bias)
 
 
 def after_sum(oracle: Any) -> Any:
@@ -128,6 +134,30 @@ class TestContract(Contract):
             gradients="norm_backward",
             huge=HUGE,
             refusals=refusals("rms_norm", flexops.rms_norm),
+        ),
+        Case(
+            "rms_norm (1 + weight)",
+            "norm",
+            functools.partial(flexops.rms_norm, offset=1.0),
+            scaled,
+            with_gain(rms_norm_oracle),
+            names=("x", "weight"),
+            differentiable=(0, 1),
+            parameters=(1,),
+            shapes=SHAPES,
+            gradients="norm_backward",
+        ),
+        Case(
+            "add_layer_norm (1 + weight)",
+            "norm",
+            functools.partial(flexops.add_layer_norm, offset=1.0),
+            with_residual(affine),
+            after_sum(with_gain(layer_norm_oracle)),
+            names=("x", "residual", "weight", "bias"),
+            differentiable=(0, 1, 2, 3),
+            parameters=(2, 3),
+            shapes=SHAPES,
+            gradients="norm_backward",
         ),
         Case(
             "add_layer_norm",
@@ -242,7 +272,10 @@ def compare_everything(seeds: range) -> None:
         bias = torch.randn(columns).to(bias_dtype) if choose.random() < 0.8 else None
         needs = [choose.random() < 0.8 for _ in range(3)]
         compare_all(
-            Drawn(x, residual, grad, also if seed % 3 else None, weight, bias, needs, bias_dtype)
+            Drawn(
+                *(x, residual, grad, also if seed % 3 else None, weight, bias, needs, bias_dtype),
+                offset=float(seed % 2),
+            )
         )
 
 
@@ -282,8 +315,8 @@ def test_special_rows(native_kernels):
     if native_kernels:
         layer, rms = flexops.layer_norm(x), flexops.rms_norm(x)
     else:
-        layer = reference_of("flexops::layer_norm.forward")(x, None, None, 1e-5)[0]
-        rms = reference_of("flexops::rms_norm.forward")(x, None, 1e-6)[0]
+        layer = reference_of("flexops::layer_norm.forward")(x, None, None, 1e-5, 0.0)[0]
+        rms = reference_of("flexops::rms_norm.forward")(x, None, 1e-6, 0.0)[0]
     assert layer[[2, 3]].isnan().all()
     assert (layer[[1, 4]] == 0).all()
     assert layer[[0, 5]].isfinite().all()
@@ -502,13 +535,13 @@ def test_statistics_are_for_gradients_alone(name, gradient):
         operator_of(f"flexops::{name}{way}") for way in ("", "_plain", ".forward")
     )
     assert {call[0] for call in recorder.calls} == ({op, forward} if gradient else {op})
-    for_users = tensors_of(op(*arguments, 1e-5))
+    for_users = tensors_of(op(*arguments, 1e-5, 0.0))
     leaves = [argument.detach() for argument in arguments]
     for one, *others in zip(
         results,
         for_users,
-        tensors_of(plain(*leaves, 1e-5)),
-        tensors_of(forward(*leaves, 1e-5))[:-1],
+        tensors_of(plain(*leaves, 1e-5, 0.0)),
+        tensors_of(forward(*leaves, 1e-5, 0.0))[:-1],
         strict=True,
     ):
         assert all(torch.equal(one, other) for other in others)

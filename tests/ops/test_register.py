@@ -437,7 +437,7 @@ def test_a_dispatch_mode_sees_what_was_called(name, x):
 
 
 def test_the_name_without_an_overload_is_the_operator_for_users(x):
-    assert isinstance(torch.ops.flexops.rms_norm(x, None, 1e-6), Tensor)
+    assert isinstance(torch.ops.flexops.rms_norm(x, None, 1e-6, 0.0), Tensor)
     assert set(torch.ops.flexops.rms_norm.overloads()) <= {"default", "forward"}
 
 

@@ -481,9 +481,10 @@ def test_the_next_norm_is_computed_with_the_sum() -> None:
             patched.setattr(
                 forwards,
                 name,
-                lambda *args, name=name, original=original: (calls.append(name), original(*args))[
-                    1
-                ],
+                lambda *args, name=name, original=original, **options: (
+                    calls.append(name),
+                    original(*args, **options),
+                )[1],
             )
         model(**inputs)
     assert calls == ["_rms_norm", *["add_rms_norm"] * 4]

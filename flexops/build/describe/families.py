@@ -220,7 +220,9 @@ def _norms(name: str, arguments: str, *results: Output) -> tuple[Declared, ...]:
 
 _SCALES = Output("x[:-1], 1", "float32")
 _SUMMED = Output("x"), Output("x", "residual")
-_STATISTICS = "Tensor grad, Tensor? grad_residual, Tensor x, Tensor? weight, Tensor statistics"
+_STATISTICS = (
+    "Tensor grad, Tensor? grad_residual, Tensor x, Tensor? weight, Tensor statistics, float offset"
+)
 _NORM_BACKWARD: dict[str, Any] = {
     "dtypes": dict.fromkeys(("grad_residual", "x", "weight"), _FLOATS) | {"statistics": "float32"},
     "strided": dict.fromkeys(("grad", "grad_residual", "x"), "rows"),
@@ -427,8 +429,8 @@ CATALOG: tuple[OpSpec, ...] = (
             hidden=True,
         ),
         _op(
-            "fp8_norm_rows(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor y,"
-            " Tensor total, Tensor rstd, Tensor codes, Tensor scales, Tensor largest,"
+            "fp8_norm_rows(Tensor x, Tensor residual, Tensor weight, float eps, float offset) ->"
+            " (Tensor y, Tensor total, Tensor rstd, Tensor codes, Tensor scales, Tensor largest,"
             " Tensor room)",
             shapes={"residual": "x", "weight": "x[1]"},
             strided={"x": "aligned rows", "residual": "aligned rows"},
@@ -1019,14 +1021,22 @@ CATALOG: tuple[OpSpec, ...] = (
     ),
     _family(
         "norm",
-        *_norms("layer_norm", "Tensor x, Tensor? weight, Tensor? bias, float eps", Output("x")),
-        *_norms("rms_norm", "Tensor x, Tensor? weight, float eps", Output("x")),
+        *_norms(
+            "layer_norm",
+            "Tensor x, Tensor? weight, Tensor? bias, float eps, float offset",
+            Output("x"),
+        ),
+        *_norms("rms_norm", "Tensor x, Tensor? weight, float eps, float offset", Output("x")),
         *_norms(
             "add_layer_norm",
-            "Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps",
+            "Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, float offset",
             *_SUMMED,
         ),
-        *_norms("add_rms_norm", "Tensor x, Tensor residual, Tensor? weight, float eps", *_SUMMED),
+        *_norms(
+            "add_rms_norm",
+            "Tensor x, Tensor residual, Tensor? weight, float eps, float offset",
+            *_SUMMED,
+        ),
         _norm(
             "rms_norm_quantized(Tensor x, Tensor? weight, float eps, ScalarType dtype)",
             Output("x", "dtype"),
