@@ -21,7 +21,8 @@ from .probe import LENGTH, WIDTH, Swap, difference, own_class, own_code, undistu
 
 _DTYPES = frozenset(DTYPES)
 _TABLES = "_flexops_tables"
-"""The attribute by which cosines of a decode step name the tables that they are from."""
+"""The attribute by which cosines of a decode step name the tables that they are from: pairs of the
+first halves of cosines and sines, and of all of them."""
 _FIXED = ("default", "linear", "llama3", "yarn")
 """Types of rotary embeddings whose angles do not depend on how long a sequence is."""
 
@@ -39,11 +40,23 @@ def _rotated(q: Any, k: Any, cos: Any, sin: Any, dim: int, interleaved: bool = F
     return q.transpose(1, 2), k.transpose(1, 2)
 
 
+def _leaves_to_attention(cos: Any, once: bool) -> bool:
+    """Whether it is a decode step, where attention rotates what it appends. ``once``: the tables
+    have each number once."""
+    tables = getattr(cos, _TABLES, None)
+    if tables is not None:
+        state.rotate_later(*tables[once])
+    return tables is not None
+
+
 def _half(q: Any, k: Any, cos: Any, sin: Any, dim: int) -> Any:
-    later = getattr(cos, _TABLES, None)
-    if later is not None:  # a decode step: attention rotates what it appends
-        state.rotate_later(*later)
+    return (q, k) if _leaves_to_attention(cos, False) else _rotated(q, k, cos, sin, dim)
+
+
+def _short(q: Any, k: Any, cos: Any, sin: Any, dim: int) -> Any:
+    if _leaves_to_attention(cos, True):
         return q, k
+    cos, sin = (torch.cat([x, x], -1) for x in (cos, sin))
     return _rotated(q, k, cos, sin, dim)
 
 
@@ -92,7 +105,7 @@ _VARIANTS: dict[str, tuple[Callable[..., Any], str, int]] = {
     # neighbours are put half of the width apart, and rotated there: DeepSeek
     "sorted": (_sorted, "halves", 3),
     # tables have each number once: gpt-oss; and for neighbours with heads last: GPT-J
-    "short": (_by(lambda x: torch.cat([x, x], -1)), "once", 3),
+    "short": (_short, "once", 3),
     "neighbours short": (_by(_twice, True), "once", 3),
     # by the negative angle: nanochat
     "backward": (lambda q, k, cos, sin, dim: _rotated(q, k, cos, -sin, dim), "halves", 3),
@@ -294,6 +307,5 @@ def embedding(module: Any, x: Tensor, position_ids: Tensor, *more: Any, **named:
     table = tables.of(key, x, lambda every: plain(module, x, every, *more, **named))
     rows = table.index_select(0, position_ids.flatten()).view(*position_ids.shape, -1)
     cos, sin = rows.chunk(2, -1)
-    quarters = table.chunk(4, -1)
-    setattr(cos, _TABLES, (quarters[0], quarters[2]))
+    setattr(cos, _TABLES, (table.chunk(4, -1)[::2], table.chunk(2, -1)))
     return cos, sin

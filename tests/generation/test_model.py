@@ -19,6 +19,7 @@ from flexops.errors import GenerationError
 from flexops.generation import decoder, step
 from flexops.generation.layers import Store
 from flexops.generation.sampling import Sampling
+from flexops.patching import rope
 
 NAMES = ["llama", "mistral", "qwen3", "gemma2", "gemma3", "phi3", "gpt_oss"]
 NEW = 14  # beyond the windows of tiny models
@@ -51,6 +52,36 @@ def test_the_tokens_are_those_of_transformers(name, padding):
     assert step.refusal(model) == ""
     found = flexops.generate(model, **inputs, max_new_tokens=NEW, eos_token_id=())
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_attention_rotates_in_steps(name, monkeypatch):
+    """By tables that have each number twice (Llama) or once (gpt-oss): what is rotated apart from
+    it is the prompt's. The logits are those of transformers."""
+    model, inputs = tiny.model(name).eval(), prompts("left")
+    expected = plain(
+        model, inputs, eos_token_id=None, output_logits=True, return_dict_in_generate=True
+    )
+    flexops.patch(model)
+    lengths: list[int] = []
+    logits: list[Tensor] = []
+    rotated, logits_of = rope.rotary_embedding, step.logits_of
+
+    def rotate(q: Tensor, *args: Any, **options: Any) -> Any:
+        lengths.append(q.shape[2])
+        return rotated(q, *args, **options)
+
+    def keep(*args: Any) -> Tensor:
+        logits.append(logits_of(*args))
+        return logits[-1]
+
+    monkeypatch.setattr(rope, "rotary_embedding", rotate)
+    monkeypatch.setattr(step, "logits_of", keep)
+    found = flexops.generate(model, **inputs, max_new_tokens=NEW, eos_token_id=())
+    assert torch.equal(found, expected.sequences)
+    assert lengths == [9] * model.config.num_hidden_layers
+    wanted = torch.stack(expected.logits[-len(logits) :])
+    torch.testing.assert_close(torch.stack(logits).view_as(wanted), wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("beams", [1, 3])
