@@ -5,11 +5,14 @@ registers both with transformers.
 into the modules, and hands the model back to the quantizer. In between, a layer is a
 :class:`_Stored`, which holds the checkpoint's own tensors, or an :class:`_Arriving`, which
 quantizes its 16-bit weight as soon as it is read. So there is never a 16-bit copy of the weights.
+Experts of a mixture are a :class:`_StoredExperts`, which has a :class:`_Stored` for each layer of
+each expert, or an :class:`_ArrivingExperts`.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -20,9 +23,9 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     ConversionOps,
-    WeightConverter,
     WeightRenaming,
     rename_source_key,
+    revert_weight_conversion,
 )
 from transformers.quantizers.auto import (
     AutoHfQuantizer,
@@ -34,23 +37,29 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .._warning import warn
 from ..errors import PatchError
-from ..nn import Int4Linear
-from ..ops.int4_linear import Int4Weight
-from .formats import METHOD, Declared, Format, check_shapes, format_of, weight_of
+from ..nn import Int4Experts, Int4Linear
+from ..nn.expert_parts import flag
+from ..nn.experts import Gate, biases_of, joined
+from ..ops.int4_linear import Int4Weight, pack_int4
+from .expert_layers import Places, Product, anchored, places, put
+from .formats import METHOD, Codes, Declared, Format, check_shapes, codes_of, format_of, weight_of
 from .layers import (
-    EXPERTS,
+    ROUTERS,
     Replacements,
     Settings,
     check_group_size,
     experts,
     heads,
+    inside,
     plain_linears,
     quantize_head,
+    quantized_matrices,
     quantized_weight,
     saved_config,
     saved_format,
     saved_tensors,
     untie,
+    why_experts_kept,
     why_kept,
 )
 
@@ -75,7 +84,8 @@ class Int4Config(QuantizationConfigMixin):
     Args:
         group_size: 32, 64 or 128 inputs to a scale.
         symmetric: without zero points.
-        modules_to_not_convert: names, or ends of names, of linear layers that keep 16 bits.
+        modules_to_not_convert: names, or ends of names, of linear layers and modules of experts
+            that keep 16 bits.
         head: also quantize the output layer; it then no longer shares the embedding's weight.
 
     Raises:
@@ -129,19 +139,81 @@ class Int4Config(QuantizationConfigMixin):
 class _Stored(nn.Module):
     """A layer with the tensors of a checkpoint, under their names."""
 
-    def __init__(self, linear: nn.Linear, found: Mapping[str, _Entry]) -> None:
+    def __init__(self, in_features: int, out_features: int, found: Mapping[str, _Entry]) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features, self.out_features = in_features, out_features
         self.names = tuple(name for name in found if name != "bias")
         for name, (shape, dtype) in found.items():
             self.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"))
+
+    @staticmethod
+    def of(linear: nn.Linear, found: Mapping[str, _Entry]) -> _Stored:
+        made = _Stored(linear.in_features, linear.out_features, found)
         if "bias" not in found:
-            self.bias = linear.bias
+            made.bias = linear.bias
+        return made
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in self.names}
 
     def built(self, where: str, form: Format, declared: Declared, dtype: torch.dtype) -> Int4Linear:
-        tensors = {name: getattr(self, name) for name in self.names}
-        weight = weight_of(where, form, tensors, self.in_features, self.out_features, declared)
-        return _linear(weight, self.bias, dtype)
+        sizes = self.in_features, self.out_features
+        weight = weight_of(where, form, self.tensors(), *sizes, declared)
+        return _linear(weight, self.bias, dtype)  # type: ignore[arg-type]
+
+
+class _StoredExperts(nn.Module):
+    """Experts with the tensors of a checkpoint: a :class:`_Stored` for each layer, by the name that
+    it has in the checkpoint."""
+
+    def __init__(
+        self, path: str, experts: Any, stored: Places, found: Mapping[str, Mapping[str, _Entry]]
+    ) -> None:
+        super().__init__()
+        self.count, self.gate, self.stored = len(experts.down_proj), Gate.of(experts), stored
+        self.biases = tuple(biases_of(experts))
+        for name in self.biases:
+            self.register_parameter(name, getattr(experts, name))
+        for product in (stored.gate_up, stored.down):
+            for name in product.layers:
+                layer = _Stored(product.columns, product.rows, found[name])
+                put(self, name.removeprefix(f"{path}."), layer)
+
+    def built(
+        self, where: str, form: Format, declared: Declared, dtype: torch.dtype
+    ) -> Int4Experts:
+        first, last = (
+            self._weight(where, product, form, declared)
+            for product in (self.stored.gate_up, self.stored.down)
+        )
+        return _experts(self, first, last, dtype)
+
+    def _weight(self, where: str, product: Product, form: Format, declared: Declared) -> Int4Weight:
+        together = max(len(product.layers) // self.count, 1)  # gate and up are one matrix
+        weights, parts = [], []
+        for name in product.layers:
+            above, _, own = name.removeprefix(f"{where}.").rpartition(".")
+            parent = self.get_submodule(above)
+            layer: Any = parent._modules.pop(
+                own
+            )  # so that its tensors are freed once they are read
+            sizes = layer.in_features, layer.out_features
+            parts.append(codes_of(name, form, layer.tensors(), *sizes, declared))
+            if len(parts) == together:
+                weights.append(_packed(parts))
+                parts = []
+        return joined(weights)
+
+
+def _packed(parts: list[Codes]) -> Int4Weight:
+    """Layers of the same inputs as one."""
+    codes, scales, zeros = (
+        None if each[0] is None else torch.cat(each)
+        for each in zip(*(one[:3] for one in parts), strict=True)
+    )
+    assert codes is not None
+    assert scales is not None
+    return pack_int4(codes, scales, zeros, group_size=parts[0].group_size)
 
 
 class _Arriving(nn.Module):
@@ -150,19 +222,63 @@ class _Arriving(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
+        self.awaited = ("weight",)
         self.quantized: Int4Weight | None = None
+
+    def take(self, _: str, weight: Tensor, settings: Settings) -> None:
+        self.quantized = quantized_weight(weight, settings)
+        self.weight = None  # type: ignore[assignment]
 
     def built(self, where: str, dtype: torch.dtype) -> Int4Linear:
         if self.quantized is None:
-            raise PatchError(
-                f"{where}.weight is missing from the checkpoint",
-                fix="load the checkpoint that belongs to this model's config",
-            )
+            raise _missing(where, "weight")
         return _linear(self.quantized, self.bias, dtype)
+
+
+class _ArrivingExperts(nn.Module):
+    """Experts that wait for their 16-bit weights."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.count, self.gate = len(experts.down_proj), Gate.of(experts)
+        self.transposed = flag(experts, "is_transposed")
+        self.biases = tuple(biases_of(experts))
+        self.awaited = ("gate_up_proj" if flag(experts, "has_gate") else "up_proj", "down_proj")
+        self.quantized: dict[str, Int4Weight] = {}
+        for name in (*self.awaited, *self.biases):
+            self.register_parameter(name, getattr(experts, name))
+
+    def take(self, name: str, weight: Tensor, settings: Settings) -> None:
+        weight = weight.transpose(1, 2) if self.transposed else weight
+        self.quantized[name] = quantized_matrices(weight, settings)
+        setattr(self, name, None)
+
+    def built(self, where: str, dtype: torch.dtype) -> Int4Experts:
+        for name in self.awaited:
+            if name not in self.quantized:
+                raise _missing(where, name)
+        first, last = (self.quantized[name] for name in self.awaited)
+        return _experts(self, first, last, dtype)
+
+
+def _missing(where: str, name: str) -> PatchError:
+    return PatchError(
+        f"{where}.{name} is missing from the checkpoint",
+        fix="load the checkpoint that belongs to this model's config",
+    )
 
 
 def _linear(weight: Int4Weight, bias: Tensor | None, dtype: torch.dtype) -> Int4Linear:
     return Int4Linear.from_packed(weight, None if bias is None else bias.detach().to(dtype))
+
+
+def _experts(waiting: Any, first: Int4Weight, last: Int4Weight, dtype: torch.dtype) -> Int4Experts:
+    biases = {name: getattr(waiting, name).detach().to(dtype) for name in waiting.biases}
+    return Int4Experts(first, last, waiting.count, biases, waiting.gate)
+
+
+_ARRIVING = (_Arriving, _ArrivingExperts)
+_STORED = (_Stored, _StoredExperts)
 
 
 class _Quantize(ConversionOps):
@@ -176,13 +292,13 @@ class _Quantize(ConversionOps):
         missing_keys: set[str] | None = given.get("missing_keys")
         rest = {}
         for name, value in input_dict.items():
-            module = model.get_submodule(name.rpartition(".")[0])
-            if not isinstance(module, _Arriving):
+            path, own = name.rpartition(".")[::2]
+            module: Any = model.get_submodule(path)
+            if not isinstance(module, _ARRIVING) or own not in module.awaited:
                 rest[name] = value
                 continue
             value = value[0] if isinstance(value, list) else value
-            module.quantized = quantized_weight(value, Settings.of(self.config))
-            module.weight = None  # type: ignore[assignment]
+            module.take(own, value, Settings.of(self.config))
             if missing_keys is not None:
                 missing_keys.discard(name)
         return rest
@@ -212,18 +328,27 @@ class Int4Quantizer(HfQuantizer):
         anything is read."""
         config = self.config.stored or {}
         self.form, self.declared = format_of(config), Declared.by(config)
-        layers = _layers(model, self.form, _entries(files))
+        of_experts = places(model)
+        layers = _layers(model, self.form, _entries(files), of_experts)
         if not layers:
             raise PatchError(
                 f"the checkpoint has no layer in {self.form.name}, which its config names",
                 required=f"tensors named *.{self.form.codes.name}",
                 fix="remove quantization_config from its config.json if its weights have 16 bits",
             )
-        for where, found in layers.items():
+        made: dict[str, nn.Module] = {}
+        for path, several in of_experts.items():
+            for one in several:
+                if any(name in layers for name in (*one.gate_up.layers, *one.down.layers)):
+                    found = _expert_layers(path, one, self.form, layers, self.declared)
+                    made[path] = _StoredExperts(path, model.get_submodule(path), one, found)
+        for where, tensors in layers.items():
             linear = model.get_submodule(where)
             sizes = linear.in_features, linear.out_features
-            check_shapes(where, self.form, found, *sizes, self.declared)
-            model.set_submodule(where, _Stored(linear, found))
+            check_shapes(where, self.form, tensors, *sizes, self.declared)
+            made[where] = _Stored.of(linear, tensors)
+        for where, module in made.items():
+            model.set_submodule(where, module)
             untie(model, where)
 
     def _await(self, model: Any) -> None:
@@ -234,9 +359,16 @@ class Int4Quantizer(HfQuantizer):
             reasons[name] = why_kept(name, linear, config.group_size, keep)
             if not reasons[name]:
                 model.set_submodule(name, _Arriving(linear))
-        several = experts(model)
-        if several:
-            warn(f"flexops: {len(several)} modules, such as {type(several[0]).__name__}: {EXPERTS}")
+        kept = []
+        for name, module in experts(model):
+            reason = why_experts_kept(name, module, Settings.of(config))
+            if not reason:
+                model.set_submodule(name, _ArrivingExperts(module))
+            elif "modules_to_not_convert" not in reason:
+                kept.append((name, reason))
+        if kept:
+            name, reason = kept[0]
+            warn(f"flexops: {len(kept)} modules of experts keep 16 bits, such as {name}: {reason}")
         unfit = {name: reason for name, reason in reasons.items() if "inputs" in reason}
         if unfit:
             name, reason = next(iter(unfit.items()))
@@ -251,31 +383,41 @@ class Int4Quantizer(HfQuantizer):
                 fix='from_pretrained(..., device_map="cuda")',
             )
         dtype = model.dtype
+        within = tuple(
+            f"{name}." for name, one in model.named_modules() if isinstance(one, _StoredExperts)
+        )
         waiting = [
-            name for name, one in model.named_modules() if isinstance(one, (_Stored, _Arriving))
+            name
+            for name, one in model.named_modules()
+            if isinstance(one, (*_STORED, *_ARRIVING)) and not name.startswith(within)
         ]
         for name in waiting:  # by name, so that each layer's tensors are freed once it is replaced
-            module = model.get_submodule(name)
-            if isinstance(module, _Stored):
+            module: Any = model.get_submodule(name)
+            if isinstance(module, _STORED):
                 assert self.form is not None
-                made = module.built(name, self.form, self.declared, dtype)
+                made: nn.Module = module.built(name, self.form, self.declared, dtype)
             else:
                 made = module.built(name, dtype)
             model.set_submodule(name, made)
+            del module
         if self.config.head and not self.pre_quantized:
             quantize_head(Replacements(model), Settings.of(self.config))
         adopt(model)
         return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
-        path = param_name.removesuffix(".weight")
-        return path != param_name and isinstance(model.get_submodule(path), _Arriving)
+        path, own = param_name.rpartition(".")[::2]
+        module = model.get_submodule(path)
+        return isinstance(module, _ARRIVING) and own in module.awaited
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         if self.param_needs_quantization(model, param_name):
             return 0.5 + 4 / self.config.group_size
         size: float = super().param_element_size(model, param_name, param)
         return size
+
+    def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
+        return anchored(weight_conversions) if self.pre_quantized else weight_conversions
 
     def get_quantize_ops(self) -> _Quantize:
         return _Quantize(self.config)
@@ -285,14 +427,21 @@ class Int4Quantizer(HfQuantizer):
         if getattr(model, "peft_config", None):  # then adapters alone are saved
             return None, {}
         adopt(model)
-        state, form = model.state_dict(), saved_format(model)
+        of_experts = _written(model)
+        state, form = model.state_dict(), saved_format(model, _are_fused(of_experts))
         for name, module in model.named_modules():
             if isinstance(module, Int4Linear):
-                own = {key for key in module.state_dict() if key != "bias"}
-                state = {key: one for key, one in state.items() if key not in
-                         {f"{name}.{part}" for part in own}}  # fmt: skip
-                saved = saved_tensors(module, form)
-                state |= {f"{name}.{key}": one for key, one in saved.items()}
+                weights = {"": (module.weight, [name])}
+            elif isinstance(module, Int4Experts):
+                one = of_experts[name]
+                weights = {"gate_up_": (module.gate_up, one.gate_up.layers),
+                           "down_": (module.down, one.down.layers)}  # fmt: skip
+            else:
+                continue
+            for prefix, (weight, names) in weights.items():
+                for part in ("packed", "scales", "zeros"):
+                    state.pop(f"{name}.{prefix}{part}", None)
+                state |= saved_tensors(weight, form, names)
         return state, {}
 
     def is_serializable(self) -> bool:
@@ -338,13 +487,20 @@ def _entries(files: Any) -> dict[str, _Entry]:
 
 
 def _layers(
-    model: Any, form: Format, entries: Mapping[str, _Entry]
+    model: Any,
+    form: Format,
+    entries: Mapping[str, _Entry],
+    of_experts: Mapping[str, list[Places]],
 ) -> dict[str, dict[str, _Entry]]:
     """The tensors of each layer that has codes, by its name in the model."""
     mapping = get_model_conversion_mapping(model)
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
-    present = model.state_dict()
+    several = {
+        f"{name}.weight": True
+        for one in itertools.chain(*of_experts.values())
+        for name in (*one.gate_up.layers, *one.down.layers)
+    }
+    present = model.state_dict() | several
     names = {}
     for key in entries:
         stem, _, name = key.rpartition(".")
@@ -353,11 +509,11 @@ def _layers(
                 raise _unknown(form, key, f"there is no {stem}.{form.codes.name}, its codes")
             continue
         if stem not in names:
-            renamed, converter = rename_source_key(
-                f"{stem}.weight", renamings, converters, model.base_model_prefix, present
+            renamed, _ = rename_source_key(
+                f"{stem}.weight", renamings, [], model.base_model_prefix, present
             )
             path = renamed.removesuffix(".weight")
-            if converter is not None or not _is_linear(model, path):
+            if renamed not in several and not _is_linear(model, path):
                 raise _unknown(form, key, f"{path} is no linear layer of this model")
             names[stem] = path
     return {
@@ -368,6 +524,39 @@ def _layers(
         }
         for stem, path in names.items()
     }
+
+
+def _expert_layers(
+    path: str,
+    stored: Places,
+    form: Format,
+    layers: dict[str, dict[str, _Entry]],
+    declared: Declared,
+) -> dict[str, dict[str, _Entry]]:
+    """Take the tensors of a module of experts out of ``layers``, and check them."""
+    taken = {}
+    for product in (stored.gate_up, stored.down):
+        kinds = {}
+        for name in product.layers:
+            if name not in layers:
+                raise _missing(name, form.codes.name)
+            found = taken[name] = layers.pop(name)
+            check_shapes(name, form, found, product.columns, product.rows, declared)
+            if "bias" in found:
+                raise _unknown(form, f"{name}.bias", "single experts of this model have no biases")
+            kinds[found[form.scales[0]], form.zeros_name in found] = name
+        if len(kinds) > 1:
+            first, other = list(kinds.items())[:2]
+            raise PatchError(
+                f"{path} has experts whose scales or zero points differ in shape or dtype",
+                found="; ".join(
+                    f"{name}: {list(shape)}, {dtype}, {'with' if zeros else 'no'} zero points"
+                    for ((shape, dtype), zeros), name in (first, other)
+                ),
+                required="the same of all experts, of gates and of ups",
+                fix="quantize the model again, with one scheme for all experts",
+            )
+    return taken
 
 
 def _is_linear(model: Any, path: str) -> bool:
@@ -381,7 +570,7 @@ def _unknown(form: Format, key: str, reason: str) -> PatchError:
     return PatchError(
         f"flexops cannot place {key} of this {form.name} checkpoint",
         found=reason,
-        required="codes of linear layers; experts of a mixture in one tensor are not supported",
+        required="codes of linear layers, or of all experts of a mixture",
         fix="download the checkpoint again, or load it without Int4Config",
     )
 
@@ -396,11 +585,42 @@ def adopt(model: Any) -> None:
     if model is None:
         return
     config = Int4Config()
-    config.stored = saved_config(model)
+    config.stored = _saved_config(model)
     model.config.quantization_config = config
     if not isinstance(getattr(model, "hf_quantizer", None), Int4Quantizer):
         model.hf_quantizer = Int4Quantizer(config)
     model.quantization_method, model.is_quantized = METHOD, True
+
+
+def _saved_config(model: Any) -> dict[str, Any]:
+    of_experts = _written(model)
+    kept = _routers(model) if of_experts else []
+    kept += [inside(name) for name, _ in experts(model)]
+    return saved_config(model, kept, _are_fused(of_experts))
+
+
+def _written(model: Any) -> dict[str, Places]:
+    """The layers that are written for each module of experts."""
+    return {
+        name: several[0]
+        for name, several in places(model).items()
+        if isinstance(model.get_submodule(name), Int4Experts)
+    }
+
+
+def _are_fused(of_experts: Mapping[str, Places]) -> bool:
+    return any(one.fused for one in of_experts.values())
+
+
+def _routers(model: Any) -> list[str]:
+    """Names in a checkpoint, for other software, where routers are linear layers."""
+    weights = {
+        f"{name}.weight": module.weight
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] in ROUTERS
+        and isinstance(module._parameters.get("weight"), Tensor)
+    }
+    return [name.removesuffix(".weight") for name in revert_weight_conversion(model, weights)]
 
 
 _merge = AutoHfQuantizer.merge_quantization_configs

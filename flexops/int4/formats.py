@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -255,6 +255,18 @@ class Declared:
         return Declared(frozenset(max(int(one), 0) for one in known), zeros)
 
 
+class Codes(NamedTuple):
+    """The arguments of :func:`flexops.pack_int4`."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group_size: int
+
+    def packed(self) -> Int4Weight:
+        return pack_int4(*self[:3], group_size=self.group_size)
+
+
 def weight_of(
     where: str,
     form: Format,
@@ -263,7 +275,19 @@ def weight_of(
     out_features: int,
     declared: Declared = Declared(),
 ) -> Int4Weight:
-    """A layer's weight.
+    """A layer's weight; see :func:`codes_of`."""
+    return codes_of(where, form, tensors, in_features, out_features, declared).packed()
+
+
+def codes_of(
+    where: str,
+    form: Format,
+    tensors: Mapping[str, Tensor],
+    in_features: int,
+    out_features: int,
+    declared: Declared = Declared(),
+) -> Codes:
+    """What a layer's weight consists of.
 
     Args:
         where: the layer's name, for errors.
@@ -294,8 +318,7 @@ def weight_of(
     if used != group_size:
         scales = scales.repeat_interleave(group_size // used, 1)
         zeros = None if zeros is None else zeros.repeat_interleave(group_size // used, 1)
-    codes = form.codes.unpack(tensors[form.codes.name], sizes)
-    return pack_int4(codes, scales, zeros, group_size=used)
+    return Codes(form.codes.unpack(tensors[form.codes.name], sizes), scales, zeros, used)
 
 
 def _meta(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
@@ -316,7 +339,7 @@ def check_shapes(
     out_features: int,
     declared: Declared = Declared(),
 ) -> None:
-    """Shapes and dtypes of a layer's tensors, before any is read; see :func:`weight_of`."""
+    """Shapes and dtypes of a layer's tensors, before any is read; see :func:`codes_of`."""
 
     def wrong(name: str, required: str) -> PatchError:
         shape, dtype = found[name]

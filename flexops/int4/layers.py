@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -11,16 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PatchError
-from ..nn import Int4Linear
-from ..nn.linears import DTYPES, is_bare
+from ..nn import Int4Experts, Int4Linear
+from ..nn.experts import Gate, biases_of, matrices, why_not
+from ..nn.experts import quantized as in_parts
+from ..nn.linears import DTYPES, REPLACED, function_of, is_bare
 from ..ops.int4_linear import GROUP_SIZES, Int4Weight, int4_codes, pack_int4, quantize_int4
 from ..report import Row
 from .formats import FORMATS, OWN, WRITTEN, Format, Words, weight_of
 
 OPERATOR = "int4_linear"
+OF_EXPERTS = "int4_grouped_linear"
 WRITTEN_AS = "pack-quantized"
-_ROUTERS = frozenset(("router", "gate", "shared_expert_gate"))
-EXPERTS = "its matrices of several experts are one parameter, and keep 16 bits"
+ROUTERS = frozenset(("router", "gate", "shared_expert_gate"))
 _BY_NAME = {one.name: one for one in FORMATS}
 
 HOSTS: dict[str, str] = {
@@ -174,6 +178,9 @@ def convert(replacements: Replacements) -> Iterator[Row]:
         if isinstance(module, Int4Linear):
             yield Row("Int4Linear", 1, OPERATOR, True, "had 4 bits before")
             continue
+        if isinstance(module, Int4Experts):
+            yield Row("Int4Experts", 1, OF_EXPERTS, True, "had 4 bits before")
+            continue
         form, reason = _format_of(module), _unsupported(module)
         if form is None and not reason:
             continue
@@ -206,21 +213,47 @@ def quantize(replacements: Replacements, settings: Settings) -> Iterator[Row]:
         if not reason:
             replacements.put(name, quantized(module, settings))
         yield Row("Linear", 1, OPERATOR, not reason, reason)
-    for module in experts(model):
-        yield Row(type(module).__name__, 1, OPERATOR, False, EXPERTS)
+    for name, module in experts(model):
+        reason = why_experts_kept(name, module, settings)
+        if not reason:
+            replacements.put(name, quantized_experts(module, settings))
+        yield Row(type(module).__name__, 1, OF_EXPERTS, not reason, reason)
 
 
-def experts(model: nn.Module) -> list[nn.Module]:
-    """Modules with matrices of several experts in one parameter."""
+def experts(model: nn.Module) -> list[tuple[str, Any]]:
+    """Names and modules, of those with matrices of several experts in one parameter."""
     return [
-        module
-        for module in model.modules()
+        (name, module)
+        for name, module in model.named_modules()
         if not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d))
         and any(
             one is not None and one.dim() == 3 and one.shape[0] > 1
             for one in module._parameters.values()
         )
     ]
+
+
+def why_experts_kept(name: str, module: Any, settings: Settings) -> str:
+    """Why experts keep their 16-bit weights; "" if they need not."""
+    if is_named(name, settings.modules_to_not_convert):
+        return "it is named in modules_to_not_convert: its weights keep 16 bits"
+    if name.endswith(".base_layer"):
+        return "it has adapters of its weights, which require 16 bits"
+    if not name:
+        return "it is the whole model: put it into another module"
+    if "forward" in module.__dict__ and getattr(function_of(module), "__name__", "") != "experts":
+        return REPLACED
+    return why_not(module, settings.group_size)
+
+
+def quantized_experts(module: Any, settings: Settings) -> Int4Experts:
+    first, last = (quantized_matrices(one, settings) for one in matrices(module))
+    return Int4Experts(first, last, len(module.down_proj), biases_of(module), Gate.of(module))
+
+
+def quantized_matrices(weight: Tensor, settings: Settings) -> Int4Weight:
+    """``[experts, rows, columns]``, in 4 bits."""
+    return in_parts(weight, functools.partial(quantized_weight, settings=settings))
 
 
 def quantized(linear: nn.Linear, settings: Settings) -> Int4Linear:
@@ -301,15 +334,20 @@ def plain_linears(model: nn.Module) -> list[tuple[str, Any]]:
 
 def why_kept(name: str, module: Any, group_size: int, keep: tuple[str, ...]) -> str:
     """Why a linear layer keeps its 16-bit weight; "" if it need not."""
-    if any(name == one or name.endswith(f".{one}") for one in keep):
+    if is_named(name, keep):
         return "an embedding, a head or named in modules_to_not_convert: its weight keeps 16 bits"
-    if _ROUTERS.intersection(name.split(".")):
+    if ROUTERS.intersection(name.split(".")):
         return "it chooses experts: its weight keeps 16 bits"
     if not is_bare(module) or module.weight.dtype not in DTYPES:
         return "it has hooks, another forward, or a weight that is no parameter of 16 or 32 bits"
     if module.in_features % group_size:
         return f"its {module.in_features} inputs are not a multiple of group_size={group_size}"
     return ""
+
+
+def is_named(name: str, names: tuple[str, ...]) -> bool:
+    """Whether a module's name is one of these, or ends in one."""
+    return any(name == one or name.endswith(f".{one}") for one in names)
 
 
 def heads(model: nn.Module) -> tuple[str, ...]:
@@ -338,48 +376,61 @@ def check_group_size(group_size: int) -> None:
 # ---- checkpoints that flexops writes ----
 
 
-def saved_tensors(module: Int4Linear, form: Format) -> dict[str, Tensor]:
-    """A layer's weight in a format that flexops writes."""
-    codes, scales, zeros = int4_codes(module.weight)
-    written = {
-        form.codes.name: form.codes.pack(codes),
-        form.scales[0]: scales,
-        "weight_shape": torch.tensor(module.weight.shape),
-    }
-    if zeros is not None and isinstance(form.zeros, Words):
-        written[form.zeros_name] = form.zeros.pack(zeros.to(torch.uint8))
-    elif zeros is not None and module.zeros is not None:
-        written[form.zeros_name] = zeros.to(module.zeros.dtype)
+def saved_tensors(weight: Int4Weight, form: Format, names: list[str]) -> dict[str, Tensor]:
+    """A weight in a format that flexops writes: the same number of its rows under each name."""
+    codes, scales, zeros = int4_codes(weight)
+    written: dict[str, Tensor] = {}
+    rows = weight.n // len(names)
+    for index, name in enumerate(names):
+        some = slice(index * rows, (index + 1) * rows)
+        tensors = {
+            form.codes.name: form.codes.pack(codes[some]),
+            form.scales[0]: scales[some].clone(),
+            "weight_shape": torch.tensor([rows, weight.k]),
+        }
+        if zeros is not None and isinstance(form.zeros, Words):
+            tensors[form.zeros_name] = form.zeros.pack(zeros[some].to(torch.uint8))
+        elif zeros is not None and weight.zeros is not None:
+            tensors[form.zeros_name] = zeros[some].to(weight.zeros.dtype).clone()
+        written |= {f"{name}.{key}": one for key, one in tensors.items()}
     return written
 
 
-def saved_format(model: nn.Module) -> Format:
-    """:data:`WRITTEN`, unless a zero point lies between two codes."""
-    zeros = [one.zeros for one in model.modules() if isinstance(one, Int4Linear)]
-    known = [one for one in zeros if one is not None and not one.is_meta]
+def saved_format(model: nn.Module, fused: bool = False) -> Format:
+    """:data:`WRITTEN`, unless a zero point lies between two codes, or experts are ``fused``."""
+    modules = [one for one in model.modules() if isinstance(one, (Int4Linear, Int4Experts))]
+    zeros = [
+        zero for one in modules for name, zero in one.named_buffers() if name.endswith("zeros")
+    ]
+    known = [one for one in zeros if not one.is_meta]
     whole = all(bool(((one == one.round()) & (one >= 0) & (one <= 15)).all()) for one in known)
-    return WRITTEN if whole else OWN
+    return WRITTEN if whole and not fused else OWN
 
 
-def saved_config(model: nn.Module) -> dict[str, Any]:
+def saved_config(model: nn.Module, kept: list[str], fused: bool) -> dict[str, Any]:
     """``quantization_config`` of a checkpoint with the 4-bit layers of a model, in the words of
-    compressed-tensors."""
+    compressed-tensors. ``kept``: names of what has 16 bits beside linear layers; ``fused``: see
+    :func:`saved_format`."""
     kinds: dict[tuple[int, bool], list[str]] = {}
-    ignored = []
+    ignored = list(kept)
     for name, module in model.named_modules():
         if isinstance(module, Int4Linear):
             kinds.setdefault((module.group_size, module.zeros is None), []).append(name)
+        elif isinstance(module, Int4Experts):
+            for one in (module.gate_up, module.down):
+                kind = one.group_size, one.zeros is None
+                kinds.setdefault(kind, []).append(inside(name))
         elif isinstance(module, nn.Linear):
             ignored.append(name)
     groups = {}
     for index, ((group_size, symmetric), names) in enumerate(sorted(kinds.items())):
         weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group_size}
         groups[f"group_{index}"] = {
-            "targets": ["Linear"] if len(kinds) == 1 else names,
+            "targets": ["Linear"] if len(kinds) == 1 else list(dict.fromkeys(names)),
             "format": WRITTEN_AS,
             "weights": {**weights, "symmetric": symmetric, "dynamic": False},
         }
-    form = saved_format(model)
+    form = saved_format(model, fused)
     rest = {"version": 1} if form is OWN else {"quantization_status": "compressed"}
     return {
         "quant_method": form.method,
@@ -388,3 +439,8 @@ def saved_config(model: nn.Module) -> dict[str, Any]:
         "ignore": ignored,
         **rest,
     }
+
+
+def inside(name: str) -> str:
+    """In the words of compressed-tensors: all layers of a module."""
+    return f"re:{re.escape(name)}\\..*"

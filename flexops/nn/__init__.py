@@ -17,12 +17,14 @@ from ..ops.int4_linear import Int4Weight, int4_linear, quantize_int4
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from ..ops.norm import layer_norm, rms_norm
 from ..ops.rope import rotary_embedding
+from .experts import Int4Experts
 
 __all__ = [
     "GEGLU",
     "BiasGELU",
     "BiasSiLU",
     "Fp8Linear",
+    "Int4Experts",
     "Int4Linear",
     "LayerNorm",
     "LinearCrossEntropyLoss",

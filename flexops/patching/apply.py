@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from .._torch import REPLICATES
 from ..errors import PatchError
 from ..int4 import layers as int4
+from ..nn import Int4Experts
 from ..nn.linears import REPLACED
 from ..report import Report, Row, rows_of
 from . import attention as attending
@@ -79,11 +80,12 @@ def patch(
         in_graphs: keep the operators under ``torch.compile``, too. By default what inductor fuses
             itself (norms, residuals, activations, rope) is left to it there; attention and loss are
             not.
-        weights: ``"int4"`` quantizes the weights of linear layers to 4 bits, in groups of 64 inputs
-            with zero points; an :class:`flexops.patching.Int4Config` does so with other settings.
-            Embeddings and output layers keep 16 bits. :func:`unpatch` cannot bring the 16-bit
-            weights back: load the checkpoint again. Layers of 4 bits that compressed-tensors,
-            gptqmodel, auto-gptq or autoawq built are converted in any case, with the same values.
+        weights: ``"int4"`` quantizes the weights of linear layers and of ``experts`` to 4 bits, in
+            groups of 64 inputs with zero points; an :class:`flexops.patching.Int4Config` does so
+            with other settings. Embeddings, output layers and routers keep 16 bits. :func:`unpatch`
+            cannot bring the 16-bit weights back: load the checkpoint again. Layers of 4 bits that
+            compressed-tensors, gptqmodel, auto-gptq or autoawq built are converted in any case,
+            with the same values.
         fp8: matrix products of linear layers in training, by :func:`flexops.fp8_linear`:
             ``"rowwise"`` or ``"rowwise_with_gw_hp"``. Output layers, small layers and inputs of few
             rows keep 16-bit products, which the report lists with the reason.
@@ -323,6 +325,8 @@ def _unknown(module: nn.Module) -> str:
     cls = own_class(module)
     if cls in UNCHANGED:
         return UNCHANGED[cls]
+    if cls is Int4Experts:
+        return ""  # they have a row
     if not _LOOKS_LIKE.search(cls.__name__):
         return ""
     if isinstance(module, (nn.ModuleDict, nn.ModuleList)):

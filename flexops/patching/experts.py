@@ -5,14 +5,24 @@ from __future__ import annotations
 
 import functools
 import itertools
-import types
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._torch import is_grad_enabled
+from ..nn.expert_parts import (
+    FLAGS,
+    Layer,
+    Parts,
+    flag,
+    has_flags,
+    has_norm,
+    parts_of,
+    standard_activation,
+    usual_gate,
+)
 from ..nn.linears import DTYPES
 from ..ops.experts import (
     add_bias,
@@ -38,16 +48,7 @@ from .probe import (
 )
 
 NAME = "flexops"
-_FLAGS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
-"""What transformers' decorator ``use_experts_implementation`` gives a class, and its defaults."""
 _REPLACEABLE = (None, "eager", "grouped_mm", "batched_mm", NAME)
-_ACTIVATIONS = {
-    "SiLU": "silu",
-    "SiLUActivation": "silu",
-    "GELUActivation": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh",
-}
 
 
 def register_experts() -> None:
@@ -79,7 +80,7 @@ def experts(
     x = hidden_states.reshape(-1, hidden_states.shape[-1]).to(module.down_proj.dtype)
     choices = top_k_index.reshape(x.shape[0], -1)
     weights = top_k_weights.reshape(choices.shape)
-    parts, count = _parts(module), len(module.down_proj)
+    parts, count = parts_of(module), len(module.down_proj)
     first, biases = parts.first
     if len(first) == count:
         out = _compute(parts, x, choices, weights)
@@ -90,91 +91,6 @@ def experts(
         own = weights.masked_fill(choices < count, 0.0).sum(-1, keepdim=True)
         out = _compute(parts, x, choices.clamp(max=count), weights) + x * own.to(x.dtype)
     return out.view(hidden_states.shape).to(hidden_states.dtype)
-
-
-def _flag(module: Any, name: str) -> Any:
-    return getattr(module, name, _FLAGS[name])
-
-
-def _has_norm(module: Any) -> bool:
-    """Whether a norm follows each expert; transformers older than 5.23 have none."""
-    return bool(getattr(module, "has_post_expert_norm", False))
-
-
-def _standard_activation(module: Any) -> Any:
-    """The activation of experts that are act(gate) * up and nothing else; "" for others."""
-    standard = (
-        all(_flag(module, name) == usual for name, usual in _FLAGS.items())
-        and not _has_norm(module)
-        and _has_usual_gate(module)
-    )
-    return _ACTIVATIONS.get(type(module.act_fn).__name__, "") if standard else ""
-
-
-def _has_usual_gate(module: Any) -> bool:
-    return getattr(type(module), "_apply_gate", _gate).__name__ in ("_gate", "_default_apply_gate")
-
-
-def _gate(module: Any, packed: Tensor) -> Any:
-    gate, up = packed.chunk(2, -1)
-    return module.act_fn(gate) * up
-
-
-Layer = tuple[Tensor, Tensor | None]
-"""``[experts, outputs, inputs]``, and the biases."""
-
-
-class Parts(NamedTuple):
-    """What experts consist of: the layer of gate and up, or of up alone; that of
-    down; what is between; the activation, if :func:`flexops.gated_experts` computes all; a norm;
-    options of :func:`flexops.ops.few_experts.few_experts`, if that computes few tokens."""
-
-    first: Layer
-    last: Layer
-    inner: Callable[..., Any]
-    kind: Any = ""
-    norm: Any = None
-    few: dict[str, Any] | None = None
-
-
-def _parts(module: Any) -> Parts:
-    def layer(name: str) -> Layer:
-        weight, beside = getattr(module, name), f"{name}_bias"
-        bias = getattr(module, beside) if _flag(module, "has_bias") else None
-        return weight.transpose(1, 2) if _flag(module, "is_transposed") else weight, bias
-
-    gated = _flag(module, "has_gate")
-    first = layer("gate_up_proj" if gated else "up_proj")
-    own = getattr(module, "_apply_gate", functools.partial(_gate, module))
-    norm = module.post_expert_norm if _has_norm(module) else None
-    inner = own if gated else module.act_fn
-    few = _few_options(module) if gated and norm is None else None
-    return Parts(first, layer("down_proj"), inner, _standard_activation(module), norm, few)
-
-
-def _few_options(module: Any) -> dict[str, Any] | None:
-    if _has_usual_gate(module):
-        activation = _ACTIVATIONS.get(type(module.act_fn).__name__)
-        return None if activation is None else {"activation": activation}
-    kind: Any = type(module)
-    alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
-    if isinstance(alpha, float) and isinstance(limit, float) and _is_clamped(kind):
-        return {"activation": "clamped", "interleaved": True, "alpha": alpha, "limit": limit}
-    return None
-
-
-@functools.cache
-def _is_clamped(kind: Any) -> bool:
-    """Whether a class's gate is gpt-oss's: with alpha and limit, of a gate and an up in turn."""
-    packed = torch.linspace(-3, 3, 32).view(2, 16) * torch.tensor([[1.0], [-1.0]])
-    both = types.SimpleNamespace(alpha=1.5, limit=2.0)
-    try:
-        made = kind._apply_gate(both, packed)
-    except Exception:  # it reads more of itself
-        return False
-    gate, up = packed[:, ::2].clamp(max=2.0), packed[:, 1::2].clamp(-2.0, 2.0)
-    wanted = (up + 1) * gate * torch.sigmoid(1.5 * gate)
-    return isinstance(made, Tensor) and made.shape == wanted.shape and torch.allclose(made, wanted)
 
 
 def _compute(parts: Parts, x: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
@@ -210,7 +126,7 @@ def _takes_few(x: Tensor, choices: Tensor, weights: Tensor, first: Layer, last: 
 def concerns(module: Any) -> bool:
     """Whether it is experts whose class goes through transformers' interface, or might: it has the
     weights of all, and is called with choices and their weights (Step 3.7, LongCat)."""
-    if all(isinstance(getattr(module, flag, None), bool) for flag in _FLAGS):
+    if has_flags(module):
         return hasattr(module, "down_proj")
     if not _are_whole(module) or not hasattr(module, "act_fn"):
         return False
@@ -238,12 +154,12 @@ def refuse(module: Any) -> str:
 
 
 def variant(module: Any) -> Any:
-    flags = (_flag(module, name) for name in _FLAGS)
-    return (*flags, _has_norm(module), type(getattr(module, "act_fn", None)))
+    flags = (flag(module, name) for name in FLAGS)
+    return (*flags, has_norm(module), type(getattr(module, "act_fn", None)))
 
 
 def candidates(module: Any) -> Iterator[tuple[Any, ...]]:
-    name = "gated_experts" if _standard_activation(module) else "grouped_linear"
+    name = "gated_experts" if standard_activation(module) else "grouped_linear"
     yield name, by(experts)
 
 
@@ -262,8 +178,8 @@ def miniature(module: Any) -> Miniature:
     made = _small(module)
     if hasattr(made, "config"):
         made.config._experts_implementation_internal = "eager"
-    count, width = len(made.down_proj), made.down_proj.shape[1 + _flag(module, "is_transposed")]
-    every = count if not _flag(module, "has_gate") else len(made.gate_up_proj)
+    count, width = len(made.down_proj), made.down_proj.shape[1 + flag(module, "is_transposed")]
+    every = count if not flag(module, "has_gate") else len(made.gate_up_proj)
     chosen = [[0, count - 1]] * (LENGTH - 2) + [[count - 1, every - 1 if every > count else 0]] * 2
     return made, (torch.randn(LENGTH, width), torch.tensor(chosen), torch.rand(LENGTH, 2)), {}
 
@@ -295,7 +211,7 @@ def dense(module: Any, hidden_states: Tensor) -> Any:
     weights, choices = scores.max(1, keepdim=True)
     both = module.experts.gate_up_proj, module.experts.down_proj
     first, last = ((one.transpose(1, 2), None) for one in both)
-    parts = Parts(first, last, functools.partial(_gate, module.experts))
+    parts = Parts(first, last, functools.partial(usual_gate, module.experts))
     out = _compute(parts, x * weights, choices, torch.ones_like(weights))
     return module.shared_expert(x) + out, logits
 

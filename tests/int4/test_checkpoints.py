@@ -423,9 +423,8 @@ def test_every_architecture_computes_with_4_bits(name):
     model = tiny.model(name).eval()
     report = flexops.patch(model, weights=Int4Config(group_size=32))
     assert layers(model)
-    assert any("experts" in row.reason for row in report.rows) == any(
-        "Experts" in type(one).__name__ for one in model.modules()
-    )
+    several = {type(one).__name__ for one in model.modules() if "Experts" in type(one).__name__}
+    assert several <= {"Int4Experts", "Llama4TextExperts"}, report
     inputs = {key: one for key, one in tiny.batch(name).items() if key != "labels"}
     plain = flexops_free(model)
     with torch.no_grad():

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import flexops
 import flexops.patching
+from flexops.nn import expert_parts
 from flexops.ops import few_experts
 from flexops.patching import experts
 from flexops.patching.probe import disagreement
@@ -328,12 +329,12 @@ def test_experts_of_no_interface_with_lora():
 def test_how_few_tokens_are_computed():
     """Which options the kernels for few tokens have, of what the classes' own code computes."""
     silu = {"activation": "silu"}
-    assert [experts._few_options(built_experts(name)) for name in ("mixtral", "qwen3_moe")] == [
+    assert [expert_parts.few_options(built_experts(name)) for name in ("mixtral", "qwen3_moe")] == [
         silu, silu,
     ]  # fmt: skip
     own = built_experts("gpt_oss")
     clamped = {"activation": "clamped", "interleaved": True, "alpha": 1.702, "limit": 7.0}
-    assert experts._few_options(own) == clamped
+    assert expert_parts.few_options(own) == clamped
 
     class Other(type(own)):  # type: ignore[misc]
         def _apply_gate(self, gate_up: Tensor) -> Tensor:
@@ -345,7 +346,7 @@ def test_how_few_tokens_are_computed():
 
     for kind in (Other, Unusual):
         own.__class__ = kind
-        assert experts._few_options(own) is None
+        assert expert_parts.few_options(own) is None
 
 
 def built_experts(name: str) -> Any:

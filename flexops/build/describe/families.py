@@ -1128,6 +1128,15 @@ COMPOSED: tuple[Declared, ...] = (
     ),
     _op("grouped_linear(Tensor x, Tensor weight, Tensor offsets) -> Tensor", gradient=True),
     _op("grouped_linear_outer(Tensor grad, Tensor x, Tensor offsets) -> Tensor", hidden=True),
+    _op(
+        f"int4_grouped_linear(Tensor x, {_INT4}, Tensor offsets, {_INT4_SIZES}) -> Tensor",
+        gradient=True,
+    ),
+    _op(
+        f"int4_grouped_linear_backward(Tensor grad, {_INT4}, Tensor offsets, {_INT4_SIZES})"
+        " -> Tensor",
+        hidden=True,
+    ),
     _op(f"int4_linear_backward(Tensor grad, {_INT4}, {_INT4_SIZES}) -> Tensor", hidden=True),
     _op(f"int4_linear(Tensor x, {_INT4}, Tensor? bias, {_INT4_SIZES}) -> Tensor", gradient=True),
     _op(KVCACHE_ATTENTION.replace("attention_", "attention_composed_", 1)),
