@@ -17,6 +17,7 @@ from test_checkpoints import (
     load,
     logits,
 )
+from test_expert_layers import make, of_experts
 from transformers import AutoModelForCausalLM
 
 import flexops
@@ -112,3 +113,21 @@ def test_copies_share_nothing():
     for one in layers(other).values():
         one.scales.zero_()
     assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+def test_a_mixture_decodes_in_graphs(name):
+    model = make(name, torch.bfloat16)
+    report = flexops.patch(model, weights="int4")
+    assert any(row.operator == "generation: one graph per token" for row in report.swapped)
+    one = next(iter(of_experts(model).values()))
+    x, choices = torch.randn(6, 64).bfloat16(), torch.randint(4, (6, 2))
+    weights = torch.rand(6, 2)
+    expected = one(x, choices, weights).float()
+    model.cuda()
+    actual = one(x.cuda(), choices.cuda(), weights.cuda()).float().cpu()
+    assert (actual - expected).abs().max() <= 0.02 * expected.abs().max()
+    ids = torch.randint(3, 60, (2, 5), device="cuda")
+    wanted = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    found = flexops.generate(model, ids, max_new_tokens=8, eos_token_id=())
+    assert torch.equal(found, wanted)
