@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._torch import is_unheard
+from .._torch import is_grad_enabled, is_unheard
 from ..ops._arguments import FLOAT_DTYPES
 from ..ops.activation import geglu, swiglu
 from ..ops.experts import Order, add_bias, check_choices, combine_rows, expert_order, spread_rows
+from ..ops.few_experts import few_experts_int4, fits_int4, weights_for
 from ..ops.int4_grouped_linear import int4_grouped_linear
 from ..ops.int4_linear import TILE_N, Int4Weight, quantize_int4
 from .expert_parts import few_options, flag, gate_of, has_flags, has_norm, parts_of
@@ -183,10 +184,20 @@ class Int4Experts(nn.Module):
         gate_up, down, biases = self.gate_up, self.down, self.biases
         if not torch.compiler.is_compiling():
             check_choices(choices, self.num_experts)
-            # JOIN: few_experts_int4, where its fits_int4 says so
+            if self._takes_few(x, choices, weights):
+                options = {name: one for name, one in self.gate._asdict().items() if name != "own"}
+                given = x, choices, weights_for(x, weights), gate_up, down, biases
+                return few_experts_int4(*given, **options)
         order = expert_order(choices, self.num_experts)
         inner = self.gate(_product(spread_rows(x, order), gate_up, biases[0], order))
         return combine_rows(_product(inner, down, biases[1], order), weights, order)
+
+    def _takes_few(self, x: Tensor, choices: Tensor, weights: Tensor) -> bool:
+        tensors = x, weights, *self.biases
+        keeps = is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
+        alike = all(one is None or one.dtype == x.dtype for one in self.biases)
+        usual = self.has_gate and bool(self.gate.activation) and alike and not keeps
+        return usual and fits_int4(x, choices, self.gate_up, self.down)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         names = [f"{name}_{suffix}" for name in self._sizes for suffix in _SUFFIXES[1:]]
