@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 import transformers
@@ -44,6 +43,12 @@ def tokenizer() -> Any:
     )
 
 
+def dataset(rows: list[dict[str, Any]]) -> Any:
+    import datasets  # with pandas and pyarrow, which every process that collects would import
+
+    return datasets.Dataset.from_list(rows)
+
+
 def tiny_model() -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -73,7 +78,7 @@ def sft(model: Any, folder: Path) -> Any:
     return SFTTrainer(
         model,
         args=SFTConfig(output_dir=str(folder), **OPTIONS),
-        train_dataset=datasets.Dataset.from_list(rows),
+        train_dataset=dataset(rows),
         processing_class=tokenizer(),
     )
 
@@ -92,7 +97,7 @@ def dpo(model: Any, folder: Path) -> Any:
     return DPOTrainer(
         model,
         args=DPOConfig(output_dir=str(folder), **OPTIONS),
-        train_dataset=datasets.Dataset.from_list(rows),
+        train_dataset=dataset(rows),
         processing_class=tokenizer(),
     )
 
@@ -107,7 +112,7 @@ def kto(model: Any, folder: Path) -> Any:
     return KTOTrainer(
         model,
         args=KTOConfig(output_dir=str(folder), **OPTIONS),
-        train_dataset=datasets.Dataset.from_list(rows),
+        train_dataset=dataset(rows),
         processing_class=tokenizer(),
     )
 
@@ -129,7 +134,7 @@ def grpo(model: Any, folder: Path, kind: str = "GRPO") -> Any:
             **OPTIONS,
         ),
         reward_funcs=reward,
-        train_dataset=datasets.Dataset.from_list([{"prompt": text(i, 4)} for i in range(16)]),
+        train_dataset=dataset([{"prompt": text(i, 4)} for i in range(16)]),
         processing_class=tokenizer(),
     )
 
