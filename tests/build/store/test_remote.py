@@ -338,7 +338,7 @@ dist.destroy_process_group()
 
 
 def test_of_the_ranks_of_a_job_one_compiles(tmp_path, machines):
-    """Three ranks with a cache each, as on three machines, under torchrun; no remote cache is
+    """Two ranks with a cache each, as on two machines, under torchrun; no remote cache is
     there."""
     machines.plan()
     support = str(Path(builds.__file__).parent)
@@ -357,13 +357,12 @@ def test_of_the_ranks_of_a_job_one_compiles(tmp_path, machines):
         "-m",
         "torch.distributed.run",
         "--standalone",
-        "--nproc-per-node=3",
+        "--nproc-per-node=2",
         str(script),
     ]
     completed(command, env=child_environment(OMP_NUM_THREADS="1"))
     assert machines.compiled == 1
-    assert sorted((tmp_path / "caches" / f"said-{rank}").read_text() for rank in range(3)) == [
-        "0 1",
+    assert sorted((tmp_path / "caches" / f"said-{rank}").read_text() for rank in range(2)) == [
         "0 1",
         "1 0",
     ]
