@@ -64,7 +64,7 @@ def _upstream(root: Path) -> Place:
 @pytest.fixture(scope="session")
 def cpu(world: World) -> CpuBuild:
     """Built by the command, with the recipe's tests. With three of the families: all of them take
-    minutes. ``test_channel`` builds them with ``-m slow``, an image's build in every run."""
+    minutes. ``test_channel`` builds them with ``-m slow``, setup in every run of CI."""
     checkout = copy_of_checkout(world.root / "few", "adam", "lion", "quant")
     place = Place(world.root / "channel")
     done = world.build(place.channel, "--recipe", checkout / "recipe")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import wheel_index
-from image_command import BASE, REPOSITORY, Image
+from image_command import BASE, REPOSITORY, Image, copy_of_checkout
 from processes import completed
 
 from flexops import targets
@@ -119,15 +119,8 @@ def wheels(engine: Any, base: str) -> Path:
 
 @pytest.fixture(scope="session")
 def index_url(wheels: Path) -> Iterator[str]:
-    """A package index on this machine with those wheels."""
+    """A package index on this machine with those wheels, for those who have credentials."""
     with wheel_index.serve(wheels) as url:
-        yield url
-
-
-@pytest.fixture
-def private_index_url(wheels: Path) -> Iterator[str]:
-    """The same, for those who have credentials."""
-    with wheel_index.serve(wheels, private=True) as url:
         yield url
 
 
@@ -162,16 +155,9 @@ def image(index_url: str, docker_with_buildkit: None) -> Image:  # noqa: ARG001
 
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what images are built from, to be edited."""
-    root = tmp_path_factory.mktemp("checkout")
-    for name in ("csrc", "docker", "flexops", "envs", "tools"):
-        shutil.copytree(
-            REPOSITORY / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "_aot")
-        )
-    for name in ("pyproject.toml", "setup.py", "README.md", ".dockerignore", "LICENSE"):
-        if (REPOSITORY / name).exists():
-            shutil.copy(REPOSITORY / name, root / name)
-    return root
+    """A copy of what images are built from, to be edited. With three of the families: all of them
+    take minutes. ``test_engine`` builds them with ``-m slow``, setup in every run of CI."""
+    return copy_of_checkout(tmp_path_factory.mktemp("checkout"), "adam", "lion", "quant")
 
 
 @pytest.fixture(scope="session")

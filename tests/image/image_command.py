@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,21 @@ from processes import completed
 REPOSITORY = Path(__file__).resolve().parents[2]
 BASE = "flexops-test-base:1"
 _NETWORK = "host"  # an engine in a container or a small virtual machine may have no other
+
+
+def copy_of_checkout(target: Path, *only: str) -> Path:
+    """What images are built from; ``only``: with these families alone in the catalogue."""
+    for name in ("csrc", "docker", "flexops", "envs", "tools"):
+        shutil.copytree(
+            REPOSITORY / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "_aot")
+        )
+    for name in ("pyproject.toml", "setup.py", "README.md", ".dockerignore", "LICENSE"):
+        if (REPOSITORY / name).exists():
+            shutil.copy(REPOSITORY / name, target / name)
+    if only:
+        with (target / "flexops/build/describe/catalog.py").open("a") as catalog:
+            catalog.write(f"CATALOG = tuple(find(name) for name in {only})\n")
+    return target
 
 
 class Image:

@@ -20,7 +20,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 CREDENTIALS = "someone:s3cret"
-"""What the index requires of its clients, as private ones do."""
+"""What the index requires of its clients, as private ones do: none of it may be kept."""
 
 PLATFORMS = (
     "manylinux_2_28_x86_64",
@@ -70,11 +70,9 @@ def _download(requirements: Path, python: str, directory: Path, extra_index: str
 class _Index(SimpleHTTPRequestHandler):
     """``/simple/<project>/`` lists the wheels of a project; ``/<file>`` is one."""
 
-    private = False
-
     def do_GET(self) -> None:
         wanted = "Basic " + base64.b64encode(CREDENTIALS.encode()).decode()
-        if self.private and self.headers.get("Authorization") != wanted:
+        if self.headers.get("Authorization") != wanted:
             self.send_response(401)
             self.send_header("WWW-Authenticate", "Basic")
             self.end_headers()
@@ -105,24 +103,19 @@ class _Index(SimpleHTTPRequestHandler):
         """Quiet."""
 
 
-class _Private(_Index):
-    private = True
-
-
 def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @contextlib.contextmanager
-def serve(directory: Path, *, private: bool = False) -> Iterator[str]:
-    """The URL of an index with the wheels in a directory; of a private one, with credentials."""
-    handler = partial(_Private if private else _Index, directory=str(directory))
+def serve(directory: Path) -> Iterator[str]:
+    """The URL, with credentials, of an index with the wheels in a directory."""
+    handler = partial(_Index, directory=str(directory))
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        user = f"{CREDENTIALS}@" if private else ""
-        yield f"http://{user}127.0.0.1:{server.server_port}/simple"
+        yield f"http://{CREDENTIALS}@127.0.0.1:{server.server_port}/simple"
     finally:
         server.shutdown()
         server.server_close()
