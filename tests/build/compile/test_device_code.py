@@ -81,10 +81,10 @@ def plan(
 ROTATE = "flexops::rope::rotate<float>"
 
 
+TYPES = {NEWEST: "bf16", OLDEST: "f16"}
 LONG = ("attention", "few_rows", "int4_linear", "kvcache_attention")
 """Their rare kernels take minutes: by the oldest compiler only, which the default run leaves out.
-It compiles them to PTX, since what they are made of is in the others as well, and takes bfloat16's
-alone: float16's are the same but for the name of a type, of which other families show both."""
+It compiles them to PTX, since what they are made of is in the others as well."""
 TWICE = (
     *LONG,
     "activation",
@@ -97,8 +97,9 @@ TWICE = (
     "norm",
     "norm_backward",
 )
-"""Families of which bfloat16's kernels alone are taken, for the same reason: the others are a
-second or two each. Float16's are compiled by the newest compiler, among the extra tests."""
+"""Families of which each compiler takes one type of 16 bits: the newest bfloat16, the oldest, among
+the extra tests, float16. Their kernels are the same but for the name of the type; the other
+families, a second or two each, show both."""
 
 
 @pytest.mark.parametrize(("version", "architecture"), first_of((NEWEST, "9.0"), (OLDEST, "7.5")))
@@ -118,12 +119,12 @@ def test_every_kernel_that_a_library_names_compiles(
         wanted = wanted._replace(capability=ComputeCapability(*SPECS[family].least_capability))
     if family not in LONG or version == NEWEST:
         both = names + rare
-        some = of_one_type(both) if family in TWICE else both
+        some = of_one_type(both, TYPES[version]) if family in TWICE else both
         compile_all(family, some, wanted, compiler)
         return
-    compile_all(family, of_one_type(names), wanted, compiler)
+    compile_all(family, of_one_type(names, "f16"), wanted, compiler)
     step = 5 if family == OF_A_CACHE else 1
-    compile_all(family, of_one_type(rare)[::step], wanted._replace(sass=False), compiler)
+    compile_all(family, of_one_type(rare, "f16")[::step], wanted._replace(sass=False), compiler)
 
 
 OF_A_CACHE = "kvcache_attention"
@@ -132,25 +133,26 @@ OF_A_CACHE = "kvcache_attention"
 
 @pytest.mark.slow
 def test_every_rare_kernel_of_attention_over_a_cache_compiles(libraries, nvrtc_of):
-    rare = of_one_type(kernel_names.rare_names_in(libraries[OF_A_CACHE]))
+    rare = of_one_type(kernel_names.rare_names_in(libraries[OF_A_CACHE]), "f16")
     wanted = parse_arch_list("8.0")[0]._replace(sass=False)
     compile_all(OF_A_CACHE, rare, wanted, nvrtc_of(OLDEST))
 
 
-@pytest.mark.extra
+@pytest.mark.slow
 @pytest.mark.parametrize("family", TWICE)
 def test_every_kernel_of_float16_compiles(family, libraries, compiler):
     names = kernel_names.names_in(libraries[family])
     if family not in LONG:
         names += kernel_names.rare_names_in(libraries[family])
-    others = sorted(set(names) - set(of_one_type(names)))
+    others = sorted(set(names) - set(of_one_type(names, "bf16")))
     assert others
     compile_all(family, others, parse_arch_list("9.0")[0], compiler)
 
 
-def of_one_type(names: list[str]) -> list[str]:
-    """Without those in float16 that are there in bfloat16, too."""
-    same = {name: re.sub(r"\bf16\b", "bf16", name) for name in names}
+def of_one_type(names: list[str], kept: str) -> list[str]:
+    """Without those in the other type of 16 bits that are there in this one, too."""
+    other = "f16" if kept == "bf16" else "bf16"
+    same = {name: re.sub(rf"\b{other}\b", kept, name) for name in names}
     return [name for name in names if same[name] == name or same[name] not in names]
 
 
