@@ -269,6 +269,8 @@ def test_a_wheel_under_build_isolation(source, tmp_path):
 
 # ---- flexops build ----
 
+FAMILY = "rope"  # of few kernels
+
 
 def memory_of_tree(pid: int) -> int:
     """Bytes of memory that a process and all below it use now, shared pages counted once."""
@@ -300,7 +302,7 @@ def test_build_ahead_of_time_for_gpus_that_are_not_here(tmp_path, nvcc_toolkit):
         FLEXOPS_COMPILER_LAUNCHER="none",
         FLEXOPS_LOG="quiet",
     )
-    command = [sys.executable, "-m", "flexops", "build", "quant", "--arch", "8.0;9.0", "--out",
+    command = [sys.executable, "-m", "flexops", "build", FAMILY, "--arch", "8.0;9.0", "--out",
         str(tmp_path / "out"), "--jobs", "2", "--json"]  # fmt: skip
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -313,22 +315,22 @@ def test_build_ahead_of_time_for_gpus_that_are_not_here(tmp_path, nvcc_toolkit):
     assert process.returncode == 0, said + errors
 
     results = {result["name"]: result for result in json.loads(said)}
-    assert results["quant-cuda"]["architectures"] == ["8.0", "9.0"]
-    assert results["quant-cpu"]["isa_levels"] == ["baseline", "avx2", "avx512"]
+    assert results[f"{FAMILY}-cuda"]["architectures"] == ["8.0", "9.0"]
+    assert results[f"{FAMILY}-cpu"]["isa_levels"] == ["baseline", "avx2", "avx512"]
     torch = toolchain.torch_build()
     assert torch is not None
-    entry, refusal = read_entry(tmp_path / "out" / "quant-cuda")
+    entry, refusal = read_entry(tmp_path / "out" / f"{FAMILY}-cuda")
     assert refusal is None
     assert entry is not None
     assert judge(entry.manifest, torch) is None
     assert entry.manifest.architectures == ("8.0", "9.0")
     names = kernel_names.names_in(entry.library)
     code = [
-        read_entry(tmp_path / "out" / kernel_names.artifact_name("quant", architecture, name))[0]
+        read_entry(tmp_path / "out" / kernel_names.artifact_name(FAMILY, architecture, name))[0]
         for architecture in ("sm_80", "sm_90")
         for name in names
     ]
-    assert len(names) > 10
+    assert len(names) > 2
     assert [one.manifest.kernel if one else None for one in code] == 2 * names
     assert all(
         one
@@ -337,12 +339,12 @@ def test_build_ahead_of_time_for_gpus_that_are_not_here(tmp_path, nvcc_toolkit):
         for one in code
     )
     assert manifests.needed_versions(entry.library)[0] == entry.manifest.glibc
-    assert sorted(path.name for path in (tmp_path / "out" / "quant-cuda").iterdir()) == sorted(
+    assert sorted(path.name for path in (tmp_path / "out" / f"{FAMILY}-cuda").iterdir()) == sorted(
         ["manifest.json", entry.manifest.library]
     )
 
     chosen = settings.current()._replace(arch_list="8.0;9.0", max_jobs=2)
-    plans = [loader.local_plan(catalog.find("quant"), device, chosen) for device in ("cpu", "cuda")]
+    plans = [loader.local_plan(catalog.find(FAMILY), device, chosen) for device in ("cpu", "cuda")]
     steps = sorted((step.memory_bytes for plan in plans for step in plan.steps), reverse=True)
     assert 0 < peak < sum(steps[: min(plan.jobs for plan in plans)])
 
