@@ -176,15 +176,22 @@ LARGE_PARTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        *(pytest.param(one, marks=pytest.mark.extra) for one in PARTS),
-        *(pytest.param(one, marks=pytest.mark.slow) for one in LARGE_PARTS),
-    ],
-)
+@pytest.mark.extra
+def test_parts_of_other_tests(machine):
+    """In one process, because each imports torch and collects tests for seconds."""
+    files = [f"tests/{file}" for file, _, _ in PARTS.values()]
+    selections = [
+        f"{file.partition('/')[2]} and ({selection})" for file, selection, _ in PARTS.values()
+    ]
+    output = output_of(machine, *files, "-vv", "-k", " or ".join(selections))
+    for part, (file, _, least) in PARTS.items():
+        assert len(re.findall(rf"^tests/{file}::.* PASSED", output, re.MULTILINE)) >= least, part
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", LARGE_PARTS)
 def test_a_part_of_other_tests(machine, part):
-    file, selection, least = (PARTS | LARGE_PARTS)[part]
+    file, selection, least = LARGE_PARTS[part]
     assert emulated(machine, f"tests/{file}", "-k", selection) >= least
 
 
