@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from builds import REPOSITORY
 from marks import first_of
-from processes import completed
+from processes import completed, printed
 
 from flexops import settings, toolchain
 from flexops.builder import new
@@ -44,10 +44,7 @@ def run(code: str, *places: Path, cwd: Path | None = None, **environment: str) -
     """What a Python program prints, warnings included; the program sees flexops and what is in
     ``places``."""
     path = os.pathsep.join(map(str, (*places, REPOSITORY)))
-    done = completed(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path, **environment}, cwd=cwd
-    )
-    return done.stdout + done.stderr
+    return "".join(printed(code, {**os.environ, "PYTHONPATH": path, **environment}, cwd))
 
 
 def tool(words: str) -> str:

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from penalty_cases import PENALTIES, PLAIN, PUBLIC, WITHOUT_GRADIENT
-from processes import completed
+from processes import printed
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -228,10 +228,8 @@ print(json.dumps([test_register.messages(), [op.backend for op in flexops.status
 """
     without = {"FLEXOPS_JIT": "0", "FLEXOPS_CACHE_DIR": str(tmp_path), "FLEXOPS_FALLBACK": "allow"}
     without["PYTHONPATH"] = os.pathsep.join(sys.path)
-    process = completed(
-        [sys.executable, "-c", code], env=os.environ | without, cwd=Path(__file__).parent
-    )
-    found, backends = json.loads(process.stdout)
+    said, _ = printed(code, os.environ | without, Path(__file__).parent)
+    found, backends = json.loads(said)
     assert set(backends) == {"reference", "unasked"}
     assert found == messages()
 
@@ -341,12 +339,12 @@ with FlopCounterMode(display=False) as counter:
 print(counter.get_total_flops())
 """
     environment = os.environ | {"FLEXOPS_JIT": "0"}
-    done = completed([sys.executable, "-W", "ignore", "-c", code], env=environment)
-    assert done.stdout.splitlines() == [
+    said, errors = printed(code, environment)
+    assert said.splitlines() == [
         "['flexops.ops._declared', 'flexops.ops._register']",
         "True True",
         str(2 * 2 * 2 * 4 * 4 * 8),
-    ], done.stderr
+    ], errors
     code = """
 import torch.utils.flop_counter, flexops
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -357,12 +355,12 @@ print(flexops.ops.norm.__name__, hasattr(flexops.ops, "absent"))
 compiled = torch.compile(lambda x: flexops.rms_norm(x), fullgraph=True, backend="aot_eager")
 print(compiled(torch.ones(2, 4, requires_grad=True)).requires_grad)
 """
-    done = completed([sys.executable, "-W", "ignore", "-c", code], env=environment)
-    assert done.stdout.splitlines() == [
+    said, errors = printed(code, environment)
+    assert said.splitlines() == [
         "torch.Size([4, 2, 1])",
         "flexops.ops.norm False",
         "True",
-    ], done.stderr
+    ], errors
 
 
 def test_an_operator_is_declared_in_one_place():
@@ -476,9 +474,7 @@ torch.testing.assert_close(*params)
 assert {"cpu"} == {op.device for op in flexops.status() if op.backend in ("jit", "cache", "aot")}, flexops.status()
 """
     path = Path(flexops.__file__).parent / "_torch.py"
-    subprocess.run(
-        [sys.executable, "-c", code.replace("PATH", repr(str(path)))], check=True, timeout=1200
-    )
+    printed(code.replace("PATH", repr(str(path))), os.environ)
 
 
 def test_the_reference_stands_in_for_a_kernel_that_is_not_available(monkeypatch):
@@ -614,7 +610,7 @@ assert torch.ops.flexops.rms_norm.default and torch.ops.flexops.rms_norm_plain.d
 flexops.bias_relu2(torch.ones(2, 8), torch.ones(8))
 assert late[0] in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=1200)
+    printed(code, os.environ)
 
 
 def test_a_compiled_call_asks_for_native_kernels():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from builds import REPOSITORY, child_environment
-from processes import c_library, completed
+from processes import c_library, completed, printed
 
 from flexops import settings
 from flexops.toolchain.model import HostCompiler
@@ -80,13 +80,18 @@ def environment(folder: Path, **variables: str | None) -> dict[str, str]:
 
 def run(folder: Path, program: str, *, prefix: tuple[str, ...] = (), **variables: str) -> Answer:
     """Run a program (see ``stand_in/launch.py``) with the libraries."""
-    command, known = (
-        [*prefix, sys.executable, str(SOURCES / "launch.py"), json.dumps({"program": program})],
-        environment(folder, **variables),
-    )
-    done = completed(command, env=known)
+    command = [str(SOURCES / "launch.py"), json.dumps({"program": program})]
+    known = environment(folder, **variables)
+    if prefix:
+        done = completed([*prefix, sys.executable, *command], env=known)
+        output, errors = done.stdout, done.stderr
+    else:
+        started = f"import runpy, sys; sys.argv = {command!r}"
+        output, errors = printed(
+            f"{started}; runpy.run_path(sys.argv[0], run_name='__main__')", known
+        )
     return Answer(
-        json.loads(done.stdout.splitlines()[-1]),
+        json.loads(output.splitlines()[-1]),
         Path(known["STAND_IN_LOG"]).read_text().splitlines(),
-        done.stderr,
+        errors,
     )
