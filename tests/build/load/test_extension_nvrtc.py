@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from extension_tools import ROOT, environment
-from processes import c_library, completed
+from processes import c_library, completed, printed
 
 from flexops import settings, toolchain
 from flexops.build.compile.kernel_compiler import Worker
@@ -180,9 +180,9 @@ def world(tmp_path: Path, libraries: Path) -> World:
             "FLEXOPS_COMPILER_LAUNCHER": "none",
             **more,
         }
-        command = [sys.executable, "-c", f"{PROGRAM}{program}\nprint(json.dumps(said))"]
-        done = completed(command, env=environment(tmp_path / "cache", **known))
-        return {**json.loads(done.stdout.splitlines()[-1]), "stderr": done.stderr}
+        code = f"{PROGRAM}{program}\nprint(json.dumps(said))"
+        output, errors = printed(code, environment(tmp_path / "cache", **known))
+        return {**json.loads(output.splitlines()[-1]), "stderr": errors}
 
     return World(tmp_path, tmp_path / "cache", run)
 
