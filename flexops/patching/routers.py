@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..generation.products import router_logits
 from ..nn.linears import DTYPES
 from ..ops.routing import route_tokens
 from .forwards import plain, replacement
@@ -117,7 +118,8 @@ def route(
     if wide[0]:
         x, weight = x.float(), weight.float()
         bias = None if bias is None else bias.float()
-    logits = F.linear(x, weight, bias)
+    few = router_logits(x, weight, bias)
+    logits = F.linear(x, weight, bias) if few is None else few
     correction = getattr(module, _BIAS, None)
     correction = None if correction is None else correction.float()
     scale = 1 / module.top_k if scaled else 1.0
