@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import flexops
+from flexops.ops import few_experts as few
 from flexops.ops.experts import expert_order
 
 from .case import FLEXOPS, Case, Family, Function, Functions, Setup, forward_and_backward, library
@@ -74,7 +75,7 @@ def experts(setup: Setup) -> Iterator[Case]:
 
 
 def few_experts(setup: Setup) -> Iterator[Case]:
-    """A decode step's: of one sequence, and of four."""
+    """A decode step's: of one sequence, and of four; in 4 bits of one and of 16."""
     gate_up, down = (one.detach() for one in (_matrices(setup, 2 * INNER, HIDDEN),
                                               _matrices(setup, HIDDEN, INNER)))  # fmt: skip
     for tokens in (1, 4):
@@ -87,6 +88,35 @@ def few_experts(setup: Setup) -> Iterator[Case]:
             _functions(),
             (setup.randn(tokens, HIDDEN), choices, weights, gate_up, down),
             (read, "reads the weights of experts that were chosen"),
+            None,
+        )
+    yield from _few_experts_int4(setup)
+
+
+def _few_experts_int4(setup: Setup) -> Iterator[Case]:
+    """The same with weights of 4 bits."""
+    both = [
+        flexops.quantize_int4(setup.randn(EXPERTS * rows, columns))
+        for rows, columns in ((2 * INNER, HIDDEN), (HIDDEN, INNER))
+    ]
+
+    def packed(x: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+        return few.few_experts_int4(x, choices, weights, both[0], both[1])
+
+    def dequantized(x: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+        matrices = [flexops.unpack_int4(one).view(EXPERTS, -1, one.k) for one in both]
+        return flexops.gated_experts(x, choices, weights, matrices[0], matrices[1])
+
+    for tokens in (1, 16):
+        weights, choices = _routes(setup, tokens)
+        chosen = len(set(choices.flatten().tolist()))
+        yield from forward_and_backward(
+            "few_experts",
+            "few_experts_int4",
+            f"few_experts_int4 bf16 {tokens}x{HIDDEN}, {CHOICES} of {EXPERTS} experts of {INNER}",
+            {FLEXOPS: packed, "dequantized": dequantized},
+            (setup.randn(tokens, HIDDEN), choices, weights),
+            (sum(one.nbytes for one in both) * chosen // EXPERTS, "reads the packed weights"),
             None,
         )
 
