@@ -56,8 +56,8 @@ def fits(x: Tensor, choices: Tensor, gate_up: Tensor, down: Tensor) -> bool:
 MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What codes of MXFP4 stand for, and with the highest bit the same below zero."""
 _MOST_OF_TOKEN = 64
-MOST_CHOICES_INT4 = 512
-"""Of a call with weights of 4 bits. More are multiplied by weights that are dequantized before."""
+_MOST_OF_AN_EXPERT_INT4 = 6
+"""On average, with weights of 4 bits. From then on it is faster to dequantize them first."""
 
 
 def fits_int4(x: Tensor, choices: Tensor, gate_up: Int4Weight, down: Int4Weight) -> bool:
@@ -68,7 +68,7 @@ def fits_int4(x: Tensor, choices: Tensor, gate_up: Int4Weight, down: Int4Weight)
         and x.dtype in _HALVES
         and gate_up.dtype == down.dtype
         and gate_up.dtype in _HALVES
-        and 0 < choices.numel() <= MOST_CHOICES_INT4
+        and 0 < choices.numel() <= _MOST_OF_AN_EXPERT_INT4 * (down.n // hidden)
         and choices.shape[-1] <= _MOST_OF_TOKEN
         and hidden % TILE_N == 0
         and inner % TILE_N == 0
