@@ -175,8 +175,9 @@ def test_what_the_kernels_of_4_bits_take(monkeypatch):
     x, choices, _, *packed = given_int4()
     on_gpu: Any = OnGpu(x)
     assert few.fits_int4(on_gpu, choices, *packed)
-    assert few.fits_int4(on_gpu, choices.repeat(4, 1), *packed)  # 24 choices of 4 experts
-    assert not few.fits_int4(on_gpu, choices.repeat(5, 1), *packed)
+    seven = choices[:1, :1].repeat(28, 1)  # choices of each expert
+    assert few.fits_int4(on_gpu, seven, *packed)
+    assert not few.fits_int4(on_gpu, torch.cat([seven, seven[:1]]), *packed)
     assert not few.fits_int4(on_gpu, choices.repeat(1, 33), *packed)
     assert not few.fits_int4(x, choices, *packed)  # on a CPU
     wide = packed[0]._replace(scales=packed[0].scales.float())
