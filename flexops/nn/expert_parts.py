@@ -109,8 +109,9 @@ def few_options(module: Any) -> dict[str, Any] | None:
 def _is_clamped(kind: Any) -> bool:
     """Whether a class's gate is gpt-oss's: with alpha and limit, of a gate and an up in turn."""
     both = types.SimpleNamespace(alpha=1.5, limit=2.0)
-    with torch.device("cpu"):  # from_pretrained builds models on meta
-        packed = torch.linspace(-3, 3, 32).view(2, 16) * torch.tensor([[1.0], [-1.0]])
+    with torch.device("cpu"):  # from_pretrained builds models on meta, and of 16 bits by default
+        one_way = torch.linspace(-3, 3, 16, dtype=torch.float32)
+        packed = torch.stack([one_way, -one_way])
         try:
             made = kind._apply_gate(both, packed)
         except Exception:  # it reads more of itself

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import flexops
 from flexops.errors import PatchError
 from flexops.int4 import expert_layers
-from flexops.nn import Int4Experts, Int4Linear
+from flexops.nn import Int4Experts, Int4Linear, expert_parts
 from flexops.patching import Int4Config
 
 SIZES = {
@@ -169,6 +169,19 @@ def test_copies_dtypes_and_state_dicts():
         made.load_state_dict(module.state_dict())
     assert torch.equal(made(*given), expected)
     assert "experts=4, hidden=96, rows=64, inner=32, bias=True, group_size=32" in repr(made)
+
+
+def test_the_gate_of_gpt_oss_is_found_while_16_bits_are_the_default():
+    """As from_pretrained builds models."""
+    experts = own_experts(make("GptOss"))
+    expert_parts._is_clamped.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = expert_parts.few_options(experts)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found is not None
+    assert found["activation"] == "clamped"
 
 
 def test_choices_that_are_no_experts_are_rejected():
