@@ -6,14 +6,14 @@ into the modules, and hands the model back to the quantizer. In between, a layer
 :class:`_Stored`, which holds the checkpoint's own tensors, or an :class:`_Arriving`, which
 quantizes its 16-bit weight as soon as it is read. So there is never a 16-bit copy of the weights.
 Experts of a mixture are a :class:`_StoredExperts`, which has a :class:`_Stored` for each layer of
-each expert, or an :class:`_ArrivingExperts`.
+each expert, or an :class:`_ArrivingExperts`; those of MXFP4 are a :class:`.mxfp4.StoredExperts`.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -41,8 +41,20 @@ from ..nn import Int4Experts, Int4Linear
 from ..nn.expert_parts import flag
 from ..nn.experts import Gate, biases_of, joined
 from ..ops.int4_linear import Int4Weight, pack_int4
+from . import mxfp4
 from .expert_layers import Places, Product, anchored, places, put
-from .formats import METHOD, Codes, Declared, Format, check_shapes, codes_of, format_of, weight_of
+from .formats import (
+    METHOD,
+    MXFP4,
+    Codes,
+    Declared,
+    Experts,
+    Format,
+    check_shapes,
+    codes_of,
+    format_of,
+    weight_of,
+)
 from .layers import (
     ROUTERS,
     Replacements,
@@ -78,8 +90,8 @@ class Int4Config(QuantizationConfigMixin):
     kernels.
 
     A checkpoint in 16 bits is quantized as it is read, one weight at a time. A checkpoint in 4 bits
-    (compressed-tensors ``pack-quantized``, GPTQ, AWQ, or one that flexops wrote) is read as it is,
-    without the library that wrote it; then the arguments do not matter.
+    (compressed-tensors ``pack-quantized``, GPTQ, AWQ, MXFP4, or one that flexops wrote) is read as
+    it is, without the library that wrote it; then the arguments do not matter.
 
     Args:
         group_size: 32, 64 or 128 inputs to a scale.
@@ -327,29 +339,37 @@ class Int4Quantizer(HfQuantizer):
         """Replace the layers of which the checkpoint has codes; everything is checked before
         anything is read."""
         config = self.config.stored or {}
-        self.form, self.declared = format_of(config), Declared.by(config)
+        form, entries = format_of(config), _entries(files)
+        if isinstance(form, Experts):
+            made = mxfp4.stored(model, entries, _renaming(model))
+            if not made:
+                raise _without_codes(form, "*_blocks")
+        else:
+            self.form, self.declared = form, Declared.by(config)
+            made = self._stored(model, form, entries)
+        for where, module in made.items():
+            model.set_submodule(where, module)
+            untie(model, where)
+
+    def _stored(
+        self, model: Any, form: Format, entries: Mapping[str, _Entry]
+    ) -> dict[str, nn.Module]:
         of_experts = places(model)
-        layers = _layers(model, self.form, _entries(files), of_experts)
+        layers = _layers(model, form, entries, of_experts)
         if not layers:
-            raise PatchError(
-                f"the checkpoint has no layer in {self.form.name}, which its config names",
-                required=f"tensors named *.{self.form.codes.name}",
-                fix="remove quantization_config from its config.json if its weights have 16 bits",
-            )
+            raise _without_codes(form, f"*.{form.codes.name}")
         made: dict[str, nn.Module] = {}
         for path, several in of_experts.items():
             for one in several:
                 if any(name in layers for name in (*one.gate_up.layers, *one.down.layers)):
-                    found = _expert_layers(path, one, self.form, layers, self.declared)
+                    found = _expert_layers(path, one, form, layers, self.declared)
                     made[path] = _StoredExperts(path, model.get_submodule(path), one, found)
         for where, tensors in layers.items():
             linear = model.get_submodule(where)
             sizes = linear.in_features, linear.out_features
-            check_shapes(where, self.form, tensors, *sizes, self.declared)
+            check_shapes(where, form, tensors, *sizes, self.declared)
             made[where] = _Stored.of(linear, tensors)
-        for where, module in made.items():
-            model.set_submodule(where, module)
-            untie(model, where)
+        return made
 
     def _await(self, model: Any) -> None:
         config = self.config
@@ -389,7 +409,8 @@ class Int4Quantizer(HfQuantizer):
         waiting = [
             name
             for name, one in model.named_modules()
-            if isinstance(one, (*_STORED, *_ARRIVING)) and not name.startswith(within)
+            if isinstance(one, (*_STORED, *_ARRIVING, mxfp4.StoredExperts))
+            and not name.startswith(within)
         ]
         for name in waiting:  # by name, so that each layer's tensors are freed once it is replaced
             module: Any = model.get_submodule(name)
@@ -427,6 +448,8 @@ class Int4Quantizer(HfQuantizer):
         if getattr(model, "peft_config", None):  # then adapters alone are saved
             return None, {}
         adopt(model)
+        if mxfp4.of_model(model):
+            return _state_of_mxfp4(model), {}
         of_experts = _written(model)
         state, form = model.state_dict(), saved_format(model, _are_fused(of_experts))
         for name, module in model.named_modules():
@@ -493,15 +516,12 @@ def _layers(
     of_experts: Mapping[str, list[Places]],
 ) -> dict[str, dict[str, _Entry]]:
     """The tensors of each layer that has codes, by its name in the model."""
-    mapping = get_model_conversion_mapping(model)
-    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
     several = {
         f"{name}.weight": True
         for one in itertools.chain(*of_experts.values())
         for name in (*one.gate_up.layers, *one.down.layers)
     }
-    present = model.state_dict() | several
-    names = {}
+    renamed_by, names = _renaming(model, several), {}
     for key in entries:
         stem, _, name = key.rpartition(".")
         if name not in (*form.tensors, "bias") or f"{stem}.{form.codes.name}" not in entries:
@@ -509,9 +529,7 @@ def _layers(
                 raise _unknown(form, key, f"there is no {stem}.{form.codes.name}, its codes")
             continue
         if stem not in names:
-            renamed, _ = rename_source_key(
-                f"{stem}.weight", renamings, [], model.base_model_prefix, present
-            )
+            renamed = renamed_by(f"{stem}.weight")
             path = renamed.removesuffix(".weight")
             if renamed not in several and not _is_linear(model, path):
                 raise _unknown(form, key, f"{path} is no linear layer of this model")
@@ -524,6 +542,20 @@ def _layers(
         }
         for stem, path in names.items()
     }
+
+
+def _renaming(model: Any, more: Mapping[str, Any] = {}) -> Callable[[str], str]:
+    """What gives a tensor of a checkpoint its name in the model. ``more``: names that the model has
+    beside those of its state dict."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    present = {**model.state_dict(), **more}
+
+    def renamed(key: str) -> str:
+        name: str = rename_source_key(key, renamings, [], model.base_model_prefix, present)[0]
+        return name
+
+    return renamed
 
 
 def _expert_layers(
@@ -566,6 +598,14 @@ def _is_linear(model: Any, path: str) -> bool:
         return False
 
 
+def _without_codes(form: Format | Experts, names: str) -> PatchError:
+    return PatchError(
+        f"the checkpoint has no layer in {form.name}, which its config names",
+        required=f"tensors named {names}",
+        fix="remove quantization_config from its config.json if its weights have 16 bits",
+    )
+
+
 def _unknown(form: Format, key: str, reason: str) -> PatchError:
     return PatchError(
         f"flexops cannot place {key} of this {form.name} checkpoint",
@@ -584,19 +624,48 @@ def adopt(model: Any) -> None:
     model = next((one for one in model.modules() if isinstance(one, PreTrainedModel)), None)
     if model is None:
         return
-    config = Int4Config()
-    config.stored = _saved_config(model)
+    config, before = Int4Config(), getattr(model.config, "quantization_config", None)
+    config.stored = _saved_config(model, getattr(before, "stored", None))
     model.config.quantization_config = config
     if not isinstance(getattr(model, "hf_quantizer", None), Int4Quantizer):
         model.hf_quantizer = Int4Quantizer(config)
     model.quantization_method, model.is_quantized = METHOD, True
 
 
-def _saved_config(model: Any) -> dict[str, Any]:
+def _saved_config(model: Any, before: Any) -> dict[str, Any]:
+    if mxfp4.of_model(model) and not _others(model):
+        return mxfp4.saved_config(before)
     of_experts = _written(model)
     kept = _routers(model) if of_experts else []
     kept += [inside(name) for name, _ in experts(model)]
     return saved_config(model, kept, _are_fused(of_experts))
+
+
+def _others(model: Any) -> list[str]:
+    """Names of 4-bit layers that have no place in an MXFP4 checkpoint."""
+    return [
+        name
+        for name, one in model.named_modules()
+        if isinstance(one, Int4Linear) or (isinstance(one, Int4Experts) and not one.mxfp4)
+    ]
+
+
+def _state_of_mxfp4(model: Any) -> dict[str, Tensor]:
+    others = _others(model)
+    if others:
+        raise PatchError(
+            f"no format of checkpoints has experts in {MXFP4.name} and other layers in 4 bits",
+            found=f"{len(others)} other layers in 4 bits, such as {others[0]}",
+            fix="load the checkpoint again and save it before flexops.patch(model,"
+            ' weights="int4"), which quantizes the other layers each time',
+        )
+    state: dict[str, Tensor] = model.state_dict()
+    for name, module in model.named_modules():
+        if isinstance(module, Int4Experts):
+            for key, _ in module.named_buffers():
+                state.pop(f"{name}.{key}")
+            state |= {f"{name}.{key}": one for key, one in mxfp4.saved_tensors(module).items()}
+    return state
 
 
 def _written(model: Any) -> dict[str, Places]:

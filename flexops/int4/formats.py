@@ -1,10 +1,10 @@
 """The formats of 4-bit checkpoints: one table, and what turns a layer's tensors into an
-:class:`flexops.Int4Weight`.
+:class:`flexops.Int4Weight`. MXFP4 is only named here; its tensors are those of :mod:`.mxfp4`.
 
-In every format a weight is ``(code - zero) * scale``, with codes of 4 bits, eight to an int32 word.
-The formats differ in names, in the order of dimensions, in the dimension along which a word lies,
-in the order within a word and in an offset of the zero point. Codes are unpacked to one byte each,
-one layer at a time; no weight is computed.
+In every other format a weight is ``(code - zero) * scale``, with codes of 4 bits, eight to an int32
+word. The formats differ in names, in the order of dimensions, in the dimension along which a word
+lies, in the order within a word and in an offset of the zero point. Codes are unpacked to one byte
+each, one layer at a time; no weight is computed.
 """
 
 from __future__ import annotations
@@ -105,6 +105,17 @@ class Format:
         return self.zeros.name if isinstance(self.zeros, Words) else self.zeros[0]
 
 
+class Experts(NamedTuple):
+    """A format of experts, whose tensors are those of :mod:`.mxfp4`.
+
+    Attributes:
+        name, method: as of :class:`Format`.
+    """
+
+    name: str
+    method: str
+
+
 def _reasons(config: Mapping[str, Any], **wanted: tuple[Any, ...]) -> str:
     """The first setting that has none of the wanted values."""
     return next(
@@ -195,16 +206,19 @@ FORMATS = (
 WRITTEN, OWN = FORMATS[0], FORMATS[-1]
 """The formats of checkpoints that flexops writes. Other software reads the first one, too; it has
 no zero points between two codes."""
-SUPPORTED = ", ".join(one.name for one in FORMATS) + ", with 4 bits"
+MXFP4 = Experts("MXFP4", "mxfp4")
+SUPPORTED = ", ".join(one.name for one in (*FORMATS, MXFP4)) + ", with 4 bits"
 
 
-def format_of(config: Mapping[str, Any]) -> Format:
+def format_of(config: Mapping[str, Any]) -> Format | Experts:
     """The format of a checkpoint, from its ``quantization_config``.
 
     Raises:
         PatchError: it is none of the table; it says what differs, and what is supported.
     """
     method = str(getattr(config.get("quant_method"), "value", config.get("quant_method")))
+    if method == MXFP4.method:
+        return MXFP4
     reasons = []
     for one in FORMATS:
         if one.method == method:

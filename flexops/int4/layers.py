@@ -43,6 +43,7 @@ HOSTS: dict[str, str] = {
 """Classes that keep a checkpoint's tensors as they are, and the format. Other classes of these
 libraries bring them into the layout of a kernel of theirs."""
 _LIBRARIES = ("gptqmodel.nn_modules.", "auto_gptq.nn_modules.", "awq.modules.")
+_EXPERTS = "transformers.integrations.mxfp4.Mxfp4GptOssExperts"
 
 
 def _name(module: nn.Module) -> str:
@@ -61,9 +62,10 @@ def _format_of(module: nn.Module) -> Format | None:
     return None if name is None else _BY_NAME[name]
 
 
-def _unsupported(module: nn.Module) -> str:
+def unsupported(module: nn.Module) -> str:
     """Why a layer of these libraries stays."""
-    if _name(module).startswith(_LIBRARIES) and hasattr(module, "qweight"):
+    name = _name(module)
+    if name == _EXPERTS or (name.startswith(_LIBRARIES) and hasattr(module, "qweight")):
         return "its weights are in the layout of this class's kernel; load it with Int4Config"
     return ""
 
@@ -157,8 +159,7 @@ class Replacements:
         """Nothing can fail from here on. Returns whether all 4-bit layers are of flexops now, and
         some are new."""
         left = any(
-            _format_of(module) is not None or _unsupported(module)
-            for module in self.model.modules()
+            _format_of(module) is not None or unsupported(module) for module in self.model.modules()
         )
         if not self._replaced or left:
             return False
@@ -181,7 +182,7 @@ def convert(replacements: Replacements) -> Iterator[Row]:
         if isinstance(module, Int4Experts):
             yield Row("Int4Experts", 1, OF_EXPERTS, True, "had 4 bits before")
             continue
-        form, reason = _format_of(module), _unsupported(module)
+        form, reason = _format_of(module), unsupported(module)
         if form is None and not reason:
             continue
         if form is not None and not name:
@@ -191,7 +192,8 @@ def convert(replacements: Replacements) -> Iterator[Row]:
                 replacements.put(name, _converted(name, module, form, dtype))
             except PatchError as error:
                 reason = " ".join(str(error).split())
-        yield Row(type(module).__name__, 1, OPERATOR, not reason, reason)
+        operator = OF_EXPERTS if _name(module) == _EXPERTS else OPERATOR
+        yield Row(type(module).__name__, 1, operator, not reason, reason)
     if any(hasattr(module, "quantization_scheme") for module in model.modules()):
         replacements.decompress()
 
@@ -416,7 +418,7 @@ def saved_config(model: nn.Module, kept: list[str], fused: bool) -> dict[str, An
     for name, module in model.named_modules():
         if isinstance(module, Int4Linear):
             kinds.setdefault((module.group_size, module.zeros is None), []).append(name)
-        elif isinstance(module, Int4Experts):
+        elif isinstance(module, Int4Experts) and not module.mxfp4:
             for one in (module.gate_up, module.down):
                 kind = one.group_size, one.zeros is None
                 kinds.setdefault(kind, []).append(inside(name))

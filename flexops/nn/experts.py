@@ -14,7 +14,7 @@ from .._torch import is_grad_enabled, is_unheard
 from ..ops._arguments import FLOAT_DTYPES
 from ..ops.activation import geglu, swiglu
 from ..ops.experts import Order, add_bias, check_choices, combine_rows, expert_order, spread_rows
-from ..ops.few_experts import few_experts_int4, fits_int4, weights_for
+from ..ops.few_experts import check_mxfp4, few_experts_int4, fits_int4, weights_for
 from ..ops.int4_grouped_linear import int4_grouped_linear
 from ..ops.int4_linear import TILE_N, Int4Weight, quantize_int4
 from .expert_parts import few_options, flag, gate_of, has_flags, has_norm, parts_of
@@ -82,10 +82,12 @@ class Int4Experts(nn.Module):
         experts: how many there are.
         biases: ``[experts, rows]`` and ``[experts, hidden]``, or None, by their names.
         gate: what is between the products; None for ``silu(gate) * up``.
+        mxfp4: codes are MXFP4's numbers, in groups of 32 and without zero points; see
+            :mod:`flexops.ops.few_experts`.
 
     Raises:
-        ValueError: the rows of a weight are not ``experts`` matrices of a multiple of 16 rows, or
-            ``down`` does not have ``hidden`` rows.
+        ValueError: the rows of a weight are not ``experts`` matrices of a multiple of 16 rows,
+            ``down`` does not have ``hidden`` rows, or weights cannot be MXFP4's.
 
     :meth:`from_experts` quantizes a module's weights.
     """
@@ -104,6 +106,8 @@ class Int4Experts(nn.Module):
         experts: int,
         biases: dict[str, Tensor] | None = None,
         gate: Gate | None = None,
+        *,
+        mxfp4: bool = False,
     ) -> None:
         super().__init__()
         for name, one in (("gate_up", gate_up), ("down", down)):
@@ -112,12 +116,14 @@ class Int4Experts(nn.Module):
                     f"flexops.nn.Int4Experts: {name} must have a multiple of {TILE_N} rows for each"
                     f" of {experts} experts, got {one.n} rows"
                 )
+            if mxfp4:
+                check_mxfp4(f"flexops.nn.Int4Experts: {name}", one)
         if down.n != experts * gate_up.k:
             raise ValueError(
                 f"flexops.nn.Int4Experts: down must have {gate_up.k} rows for each of {experts}"
                 f" experts, as gate_up has columns, got {down.n} rows"
             )
-        self.num_experts, self.gate = experts, gate or Gate()
+        self.num_experts, self.gate, self.mxfp4 = experts, gate or Gate(), mxfp4
         self._sizes = {"gate_up": gate_up[3:], "down": down[3:]}
         """Rows, columns and group size."""
         for name, one in (("gate_up", gate_up), ("down", down)):
@@ -187,10 +193,16 @@ class Int4Experts(nn.Module):
             if self._takes_few(x, choices, weights):
                 options = {name: one for name, one in self.gate._asdict().items() if name != "own"}
                 given = x, choices, weights_for(x, weights), gate_up, down, biases
-                return few_experts_int4(*given, **options)
+                return few_experts_int4(*given, mxfp4=self.mxfp4, **options)
         order = expert_order(choices, self.num_experts)
-        inner = self.gate(_product(spread_rows(x, order), gate_up, biases[0], order))
-        return combine_rows(_product(inner, down, biases[1], order), weights, order)
+        inner = self.gate(self._product(spread_rows(x, order), gate_up, biases[0], order))
+        return combine_rows(self._product(inner, down, biases[1], order), weights, order)
+
+    def _product(
+        self, rows: Tensor, weight: Int4Weight, bias: Tensor | None, order: Order
+    ) -> Tensor:
+        out = int4_grouped_linear(rows, weight, order.offsets, mxfp4=self.mxfp4)
+        return out if bias is None else add_bias(out, bias, order)
 
     def _takes_few(self, x: Tensor, choices: Tensor, weights: Tensor) -> bool:
         tensors = x, weights, *self.biases
@@ -236,13 +248,8 @@ class Int4Experts(nn.Module):
         return (
             f"experts={self.num_experts}, hidden={hidden}, rows={rows // self.num_experts},"
             f" inner={inner}, bias={bool(self.bias_names)}, group_size={group_size},"
-            f" symmetric={self.gate_up_zeros is None}"
+            f" symmetric={self.gate_up_zeros is None}{', mxfp4=True' if self.mxfp4 else ''}"
         )
-
-
-def _product(rows: Tensor, weight: Int4Weight, bias: Tensor | None, order: Order) -> Tensor:
-    out = int4_grouped_linear(rows, weight, order.offsets)
-    return out if bias is None else add_bias(out, bias, order)
 
 
 # ---- from modules of transformers ----

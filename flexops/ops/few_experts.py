@@ -166,11 +166,15 @@ def few_experts_int4(
 def unpack_mxfp4(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
     """``[N, K]``, the numbers of a weight whose codes are MXFP4's, with scales in groups of 32."""
     check_packed("flexops.ops.unpack_mxfp4", weight)
-    packed, scales, zeros, n, k, group_size = weight
-    if group_size != 32 or zeros is not None:
-        raise ValueError("flexops.ops.unpack_mxfp4: MXFP4 has groups of 32 and no zero points")
+    check_mxfp4("flexops.ops.unpack_mxfp4", weight)
+    packed, scales, _, n, k, _ = weight
     result: Tensor = _UNPACK(packed, scales, n, k, dtype)
     return result
+
+
+def check_mxfp4(where: str, weight: Int4Weight) -> None:
+    if weight.group_size != 32 or weight.zeros is not None:
+        raise ValueError(f"{where}: MXFP4 has groups of 32 columns and no zero points")
 
 
 def _unpack_reference(packed: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
@@ -242,7 +246,7 @@ def _activated(gate: Tensor, up: Tensor, activation: int, alpha: float, limit: f
 
 def _check_int4(x: Tensor, choices: Tensor, weights: Tensor, *rest: Any) -> None:
     op = "flexops.ops.few_experts_int4"
-    packed, scales, zeros, down, down_scales, down_zeros, *biases, group_size, mxfp4 = rest[:10]
+    packed, scales, zeros, down, down_scales, down_zeros, *biases, _, mxfp4 = rest[:10]
     named = {"gate_up": packed, "gate_up_scales": scales, "gate_up_zeros": zeros, "down": down}
     named |= {"down_scales": down_scales, "down_zeros": down_zeros}
     check_places(op, {"x": x, "choices": choices, "weights": weights, **named})
@@ -255,8 +259,8 @@ def _check_int4(x: Tensor, choices: Tensor, weights: Tensor, *rest: Any) -> None
     gate_up, last = _matrices(x, rest)
     for where, one in ((f"{op} (gate_up)", gate_up), (f"{op} (down)", last)):
         check_packed(where, one)
-        if mxfp4 and (group_size != 32 or one.zeros is not None):
-            raise ValueError(f"{where}: MXFP4 has groups of 32 columns and no zero points")
+        if mxfp4:
+            check_mxfp4(where, one)
     experts = last.n // x.shape[1]
     shapes = [experts, gate_up.n // experts], [experts, x.shape[1]]
     for name, bias, shape in zip(("gate_up_bias", "down_bias"), biases, shapes, strict=True):

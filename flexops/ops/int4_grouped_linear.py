@@ -15,17 +15,22 @@ from torch import Tensor
 from ._arguments import FLOAT_DTYPES, check_tensor
 from ._declared import define
 from ._register import caller, check_places
+from .few_experts import check_mxfp4
 from .grouped_linear import check_offsets, product
 from .int4_linear import Int4Weight, check_packed
 
 
-def int4_grouped_linear(x: Tensor, weight: Int4Weight, offsets: Tensor) -> Tensor:
+def int4_grouped_linear(
+    x: Tensor, weight: Int4Weight, offsets: Tensor, *, mxfp4: bool = False
+) -> Tensor:
     """``x[t] @ weight[e].T`` for the rows ``t`` of each group ``e``.
 
     Args:
         x: ``[rows, k]``, float32, bfloat16 or float16; the rows are sorted by group.
         weight: ``[groups * n, k]``: the matrices of the groups one behind the other.
         offsets: ``[groups]``, int32; see :func:`flexops.grouped_linear`.
+        mxfp4: codes are MXFP4's numbers, in groups of 32 and without zero points; see
+            :mod:`.few_experts`.
 
     Returns:
         ``[rows, n]`` of x's dtype. Differentiable, once, with respect to ``x``.
@@ -35,15 +40,17 @@ def int4_grouped_linear(x: Tensor, weight: Int4Weight, offsets: Tensor) -> Tenso
         ValueError: shapes or devices are not as above.
     """
     packed, scales, zeros, n, k, group_size = weight
-    result: Tensor = _CALL(x, packed, scales, zeros, offsets, n, k, group_size)
+    result: Tensor = _CALL(x, packed, scales, zeros, offsets, n, k, group_size, mxfp4)
     return result
 
 
 def _check(x: Tensor, *rest: Any) -> None:
     op = "flexops.ops.int4_grouped_linear"
-    weight, offsets = _weight(rest)
+    weight, offsets, mxfp4 = _weight(rest)
     check_tensor(op, "x", x, FLOAT_DTYPES, dims=2)
     check_packed(op, weight)
+    if mxfp4:
+        check_mxfp4(op, weight)
     check_offsets(op, offsets, offsets.numel())
     check_places(op, {"x": x, "weight": weight.packed, "offsets": offsets})
     if weight.n % offsets.numel():
@@ -52,29 +59,33 @@ def _check(x: Tensor, *rest: Any) -> None:
         raise ValueError(f"{op}: x must have {weight.k} columns, as weight, got {x.shape[1]}")
 
 
-def _weight(arguments: tuple[Any, ...]) -> tuple[Int4Weight, Tensor]:
-    packed, scales, zeros, offsets, *sizes = arguments
-    return Int4Weight(packed, scales, zeros, *sizes), offsets
+def _weight(arguments: tuple[Any, ...]) -> tuple[Int4Weight, Tensor, bool]:
+    packed, scales, zeros, offsets, *sizes, mxfp4 = arguments
+    return Int4Weight(packed, scales, zeros, *sizes), offsets, mxfp4
 
 
-def _dense(weight: Int4Weight, groups: int, dtype: torch.dtype) -> Tensor:
-    dense: Tensor = torch.ops.flexops.int4_unpack.default(*weight, dtype)
-    return dense.view(groups, -1, weight.k)
+def _dense(rest: tuple[Any, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    weight, offsets, mxfp4 = _weight(rest)
+    if mxfp4:
+        given = weight.packed, weight.scales, weight.n, weight.k
+        dense: Tensor = torch.ops.flexops.mxfp4_unpack.default(*given, dtype)
+    else:
+        dense = torch.ops.flexops.int4_unpack.default(*weight, dtype)
+    return dense.view(offsets.numel(), -1, weight.k), offsets
 
 
 def _forward(x: Tensor, *rest: Any) -> Tensor:
-    weight, offsets = _weight(rest)
-    return product(x, _dense(weight, offsets.numel(), x.dtype), offsets)
+    dense, offsets = _dense(rest, x.dtype)
+    return product(x, dense, offsets)
 
 
 def _forward_fake(x: Tensor, *rest: Any) -> Tensor:
-    weight, offsets = _weight(rest)
+    weight, offsets, _ = _weight(rest)
     return x.new_empty(x.shape[0], weight.n // offsets.numel())
 
 
 def _backward(grad: Tensor, *rest: Any) -> Tensor:
-    weight, offsets = _weight(rest)
-    dense = _dense(weight, offsets.numel(), grad.dtype)
+    dense, offsets = _dense(rest, grad.dtype)
     return product(grad.contiguous(), dense.transpose(1, 2), offsets)
 
 
@@ -90,7 +101,7 @@ def _setup(ctx: Any, args: tuple[Any, ...], _: Tensor) -> None:
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     means = torch.ops.flexops.int4_grouped_linear_backward.default
     of_x = means(grad, *ctx.saved_tensors, *ctx.sizes) if ctx.needs_input_grad[0] else None
-    return (of_x, *[None] * 7)
+    return (of_x, *[None] * 8)
 
 
 define(

@@ -325,16 +325,21 @@ def _unknown(module: nn.Module) -> str:
     cls = own_class(module)
     if cls in UNCHANGED:
         return UNCHANGED[cls]
-    if cls is Int4Experts:
-        return ""  # they have a row
+    if _has_row(module):
+        return ""
     if not _LOOKS_LIKE.search(cls.__name__):
         return ""
     if isinstance(module, (nn.ModuleDict, nn.ModuleList)):
         return "its parts have weights of their own; grouped products require one tensor of them"
     parts = list(module.children())
-    if parts and all(map(_find, parts)):
-        return ""  # they have rows
+    if parts and all(map(_has_row, parts)):
+        return ""
     return "its structure is none that flexops knows"
+
+
+def _has_row(module: nn.Module) -> bool:
+    of_int4 = own_class(module) is Int4Experts or bool(int4.unsupported(module))
+    return of_int4 or bool(_find(module))
 
 
 def _tabulate(model: nn.Module) -> None:

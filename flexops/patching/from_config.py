@@ -67,20 +67,23 @@ def report(name: str) -> Report:
                 " transformers"
             ),
         ) from error
-    return patch(model, weights=_weights(stored))
+    return patch(model, weights=_weights(stored, model))
 
 
-def _weights(stored: Any) -> Any:
+def _weights(stored: Any, model: torch.nn.Module) -> Any:
     """What a checkpoint of 4 bits has instead of 16-bit weights, None for other checkpoints."""
     if stored is None:
         return None
     from ..int4.checkpoints import Int4Config
-    from ..int4.formats import Declared, format_of, usable_group_size
+    from ..int4.formats import MXFP4, Declared, format_of, usable_group_size
 
     try:
-        format_of(stored)
+        form = format_of(stored)
     except PatchError:
         return None
+    if form is MXFP4:  # of experts only
+        names = [name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)]
+        return Int4Config(32, symmetric=True, modules_to_not_convert=names)
     sizes = {usable_group_size(size) for size in Declared.by(stored).group_sizes if size}
     return Int4Config(min(sizes - {0}, default=32))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_mxfp4
 import torch
 from test_checkpoints import (
     GOLDEN,
@@ -131,3 +132,22 @@ def test_a_mixture_decodes_in_graphs(name):
     wanted = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
     found = flexops.generate(model, ids, max_new_tokens=8, eos_token_id=())
     assert torch.equal(found, wanted)
+
+
+def test_experts_in_mxfp4_decode_in_graphs_and_are_saved(tmp_path):
+    test_mxfp4.write(tmp_path)
+    plain = logits(test_mxfp4.theirs(tmp_path, torch.float32))
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=Int4Config(), device_map="cuda"
+    )
+    report = flexops.patch(model)
+    assert any(row.operator == "generation: one graph per token" for row in report.swapped)
+    assert (logits(model).cpu() - plain).norm() <= 0.1 * plain.norm()
+    ids = torch.randint(3, 60, (2, 5), device="cuda")
+    wanted = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    found = flexops.generate(model, ids, max_new_tokens=8, eos_token_id=())
+    assert torch.equal(found, wanted)
+    status = {one.op: one.backend for one in flexops.status() if one.device == "cuda"}
+    assert {status["few_experts_int4"], status["mxfp4_unpack"]} <= {"aot", "jit"}, status
+    model.save_pretrained(tmp_path / "again")
+    test_mxfp4.assert_same_files(tmp_path, tmp_path / "again")

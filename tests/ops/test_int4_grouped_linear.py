@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import flexops
+from flexops.ops.few_experts import unpack_mxfp4
 from flexops.ops.int4_grouped_linear import int4_grouped_linear
 
 GROUPS, N, K = 3, 16, 64
@@ -34,6 +35,24 @@ def test_it_is_the_product_with_the_dequantized_weight(dtype, symmetric):
         results.append((out, *torch.autograd.grad(out.float().square().sum(), rows)))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_codes_of_mxfp4_are_its_numbers(dtype):
+    torch.manual_seed(0)
+    scales = torch.tensor([0.25, 0.5, 2.0]).bfloat16()[torch.randint(3, (GROUPS * N, K // 32))]
+    codes = torch.randint(16, (GROUPS * N, K)).to(torch.uint8)
+    packed = flexops.pack_int4(codes, scales, group_size=32)
+    dense = unpack_mxfp4(packed, dtype).view(GROUPS, N, K)
+    x = torch.randn(11, K).to(dtype)
+    rows, others = x.clone().requires_grad_(), x.clone().requires_grad_()
+    found = int4_grouped_linear(rows, packed, ENDS, mxfp4=True)
+    wanted = flexops.grouped_linear(others, dense, ENDS)
+    assert torch.equal(found, wanted)
+    for out in (found, wanted):
+        out.float().square().sum().backward()
+    assert rows.grad is not None
+    assert torch.equal(rows.grad, others.grad)
 
 
 def test_no_16_bit_weight_is_kept_for_the_backward_pass():

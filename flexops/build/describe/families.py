@@ -1129,12 +1129,13 @@ COMPOSED: tuple[Declared, ...] = (
     _op("grouped_linear(Tensor x, Tensor weight, Tensor offsets) -> Tensor", gradient=True),
     _op("grouped_linear_outer(Tensor grad, Tensor x, Tensor offsets) -> Tensor", hidden=True),
     _op(
-        f"int4_grouped_linear(Tensor x, {_INT4}, Tensor offsets, {_INT4_SIZES}) -> Tensor",
+        f"int4_grouped_linear(Tensor x, {_INT4}, Tensor offsets, {_INT4_SIZES}, bool mxfp4)"
+        " -> Tensor",
         gradient=True,
     ),
     _op(
-        f"int4_grouped_linear_backward(Tensor grad, {_INT4}, Tensor offsets, {_INT4_SIZES})"
-        " -> Tensor",
+        f"int4_grouped_linear_backward(Tensor grad, {_INT4}, Tensor offsets, {_INT4_SIZES}, bool"
+        " mxfp4) -> Tensor",
         hidden=True,
     ),
     _op(f"int4_linear_backward(Tensor grad, {_INT4}, {_INT4_SIZES}) -> Tensor", hidden=True),
