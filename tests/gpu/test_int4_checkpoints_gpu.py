@@ -148,6 +148,6 @@ def test_experts_in_mxfp4_decode_in_graphs_and_are_saved(tmp_path):
     found = flexops.generate(model, ids, max_new_tokens=8, eos_token_id=())
     assert torch.equal(found, wanted)
     status = {one.op: one.backend for one in flexops.status() if one.device == "cuda"}
-    assert {status["few_experts_int4"], status["mxfp4_unpack"]} <= {"aot", "jit"}, status
+    assert status["few_experts"] in ("aot", "jit"), status
     model.save_pretrained(tmp_path / "again")
     test_mxfp4.assert_same_files(tmp_path, tmp_path / "again")
