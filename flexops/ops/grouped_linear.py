@@ -78,7 +78,7 @@ def check_offsets(op: str, offsets: Tensor, groups: int) -> None:
         raise ValueError(f"{op}: weight must have at least one matrix")
 
 
-def _ends(offsets: Tensor, rows: int) -> list[int]:
+def ends_of(offsets: Tensor, rows: int) -> list[int]:
     """The values, which are checked; waits for a GPU."""
     ends: list[int] = offsets.tolist()
     if any(a > b for a, b in zip([0, *ends], [*ends, rows], strict=True)):
@@ -162,7 +162,7 @@ def outer_to(out: Tensor, column: int, grad: Tensor, x: Tensor, offsets: Tensor)
 
 def _rows_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     out, begin = x.new_zeros(x.shape[0], weight.shape[1]), 0
-    for matrix, end in zip(weight, _ends(offsets, x.shape[0]), strict=True):
+    for matrix, end in zip(weight, ends_of(offsets, x.shape[0]), strict=True):
         if end > begin:
             torch.mm(x[begin:end], matrix.t(), out=out[begin:end])
         begin = end
@@ -171,7 +171,7 @@ def _rows_reference(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 def _outer_reference(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, column: int) -> None:
     begin = 0
-    for matrix, end in zip(out, _ends(offsets, x.shape[0]), strict=True):
+    for matrix, end in zip(out, ends_of(offsets, x.shape[0]), strict=True):
         matrix[:, column : column + x.shape[1]] = grad[begin:end].t() @ x[begin:end]
         begin = end
 

@@ -1,12 +1,14 @@
 """Products of rows with the 4-bit matrix of each row's group: the linear layers of a mixture of
 experts whose weights have 4 bits.
 
-The matrices are dequantized to x's dtype, all of a layer at once, and multiplied as those of
-:mod:`.grouped_linear`. The backward pass dequantizes them again: no 16-bit weight is kept for it.
+On a GPU the matrices are dequantized to x's dtype, all of a layer at once, and multiplied as those
+of :mod:`.grouped_linear`. On a CPU each group that has rows is an :func:`flexops.int4_linear`. The
+backward pass dequantizes them again: no 16-bit weight is kept for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +17,9 @@ from torch import Tensor
 from ._arguments import FLOAT_DTYPES, check_tensor
 from ._declared import define
 from ._register import caller, check_places
-from .few_experts import check_mxfp4
-from .grouped_linear import check_offsets, product
-from .int4_linear import Int4Weight, check_packed
+from .few_experts import check_mxfp4, unpack_mxfp4
+from .grouped_linear import check_offsets, ends_of, product
+from .int4_linear import TILE_N, Int4Weight, check_packed, int4_linear, unpack_int4
 
 
 def int4_grouped_linear(
@@ -64,19 +66,51 @@ def _weight(arguments: tuple[Any, ...]) -> tuple[Int4Weight, Tensor, bool]:
     return Int4Weight(packed, scales, zeros, *sizes), offsets, mxfp4
 
 
-def _dense(rest: tuple[Any, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    weight, offsets, mxfp4 = _weight(rest)
-    if mxfp4:
-        given = weight.packed, weight.scales, weight.n, weight.k
-        dense: Tensor = torch.ops.flexops.mxfp4_unpack.default(*given, dtype)
-    else:
-        dense = torch.ops.flexops.int4_unpack.default(*weight, dtype)
-    return dense.view(offsets.numel(), -1, weight.k), offsets
+def _dense(weight: Int4Weight, mxfp4: bool, dtype: torch.dtype) -> Tensor:
+    return unpack_mxfp4(weight, dtype) if mxfp4 else unpack_int4(weight, dtype)
+
+
+def _by_group(
+    rows: Tensor, rest: tuple[Any, ...], columns: int, compute: Callable[..., None]
+) -> Tensor:
+    """``compute(its rows, its matrix, where the result goes)`` of each group that has rows: a
+    decode step of a mixture reads few of its matrices."""
+    weight, offsets, _ = _weight(rest)
+    groups = offsets.numel()
+    tiles = weight.packed.shape[0] // groups
+    out, begin = rows.new_zeros(rows.shape[0], columns), 0
+    for group, end in enumerate(ends_of(offsets, rows.shape[0])):
+        if end > begin:
+            part = slice(group * tiles, (group + 1) * tiles)
+            matrix = weight._replace(
+                packed=weight.packed[part],
+                scales=weight.scales[part],
+                zeros=None if weight.zeros is None else weight.zeros[part],
+                n=weight.n // groups,
+            )
+            compute(rows[begin:end], matrix, out[begin:end])
+            begin = end
+    return out
+
+
+def _apart(rows: Tensor, weight: Int4Weight, groups: int) -> bool:
+    """Whether groups are computed one by one: on a CPU, where each has whole tiles."""
+    return rows.device.type == "cpu" and weight.n // groups % TILE_N == 0
 
 
 def _forward(x: Tensor, *rest: Any) -> Tensor:
-    dense, offsets = _dense(rest, x.dtype)
-    return product(x, dense, offsets)
+    weight, offsets, mxfp4 = _weight(rest)
+    groups = offsets.numel()
+
+    def compute(rows: Tensor, matrix: Int4Weight, out: Tensor) -> None:
+        if mxfp4:
+            torch.mm(rows, _dense(matrix, True, x.dtype).t(), out=out)
+        else:
+            out.copy_(int4_linear(rows, matrix))
+
+    if _apart(x, weight, groups):
+        return _by_group(x, rest, weight.n // groups, compute)
+    return product(x, _dense(weight, mxfp4, x.dtype).view(groups, -1, weight.k), offsets)
 
 
 def _forward_fake(x: Tensor, *rest: Any) -> Tensor:
@@ -85,7 +119,15 @@ def _forward_fake(x: Tensor, *rest: Any) -> Tensor:
 
 
 def _backward(grad: Tensor, *rest: Any) -> Tensor:
-    dense, offsets = _dense(rest, grad.dtype)
+    weight, offsets, mxfp4 = _weight(rest)
+    groups = offsets.numel()
+
+    def compute(rows: Tensor, matrix: Int4Weight, out: Tensor) -> None:
+        torch.mm(rows, _dense(matrix, mxfp4, grad.dtype), out=out)
+
+    if _apart(grad, weight, groups):
+        return _by_group(grad, rest, weight.k, compute)
+    dense = _dense(weight, mxfp4, grad.dtype).view(groups, -1, weight.k)
     return product(grad.contiguous(), dense.transpose(1, 2), offsets)
 
 

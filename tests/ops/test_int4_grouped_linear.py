@@ -33,8 +33,10 @@ def test_it_is_the_product_with_the_dequantized_weight(dtype, symmetric):
         rows = x.clone().requires_grad_()
         out = product(rows, given, ENDS)
         results.append((out, *torch.autograd.grad(out.float().square().sum(), rows)))
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+    (found, of_x), (wanted, of_other) = results
+    bound = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+    assert (found - wanted).norm() <= bound * wanted.norm()  # codes are multiplied, not values
+    assert (of_x - of_other).norm() <= 2 * bound * of_other.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
