@@ -180,7 +180,8 @@ def check_mxfp4(where: str, weight: Int4Weight) -> None:
 def _unpack_reference(packed: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
     codes, factors, _ = int4_codes(Int4Weight(packed, scales, None, n, k, 32))
     table = torch.tensor([*MXFP4, *(-one for one in MXFP4)], device=codes.device)
-    numbers = table[codes.int()].unflatten(1, (-1, 32)) * factors.float().unsqueeze(-1)
+    numbers = table.index_select(0, codes.flatten().int()).view(n, -1, 32)
+    numbers = numbers.mul_(factors.float().unsqueeze(-1))
     made: Tensor = numbers.flatten(1).to(dtype)
     return made
 
