@@ -526,7 +526,7 @@ def _put(name: str, change: Callable[[Tensor], Tensor]) -> Change:
         (_all_of(f"{ONE}.up_proj."), f"{ONE}.up_proj.weight_packed is missing"),
         (_all_of(f"{ONE}.gate_proj.weight_packed"), f"there is no {ONE}.gate_proj.weight_packed"),
         (_all_of(f"{ONE}.down_proj.weight_scale"), "required: weight_scale"),
-        (_put(f"{ONE}.down_proj.weight_scale", lambda one: one[:-1]), "down_proj.weight_scale does"),
+        (_put(f"{ONE}.down_proj.weight_scale", lambda one: one[1:]), "down_proj.weight_scale does"),
         (_put(f"{ONE}.gate_proj.weight_packed", lambda one: one[:, 1:]), "weight_packed does not"),
         (
             _put(f"{ONE}.up_proj.weight_scale", lambda one: one.float()),

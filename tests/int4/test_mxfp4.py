@@ -32,7 +32,7 @@ FIRST = "model.layers.0.mlp.experts"
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks and scales of ``[..., K]``, by section 6.3 of the OCP specification (the nearest code)."""
+    """Blocks and scales of ``[..., K]``, by section 6.3 of the OCP specification: nearest."""
     groups = weight.float().unflatten(-1, (-1, 32))
     exponents = groups.abs().amax(-1).log2().floor().nan_to_num_(neginf=-127).sub_(2)
     exponents = exponents.clamp_(-127, 127)
