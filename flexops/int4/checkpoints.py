@@ -205,10 +205,8 @@ class _StoredExperts(nn.Module):
         weights, parts = [], []
         for name in product.layers:
             above, _, own = name.removeprefix(f"{where}.").rpartition(".")
-            parent = self.get_submodule(above)
-            layer: Any = parent._modules.pop(
-                own
-            )  # so that its tensors are freed once they are read
+            # taken out of the module, so that its tensors are freed once they are read
+            layer: Any = self.get_submodule(above)._modules.pop(own)
             sizes = layer.in_features, layer.out_features
             parts.append(codes_of(name, form, layer.tensors(), *sizes, declared))
             if len(parts) == together:

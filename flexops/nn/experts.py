@@ -70,9 +70,10 @@ class Int4Experts(nn.Module):
     ``experts(hidden_states, top_k_index, top_k_weights)``.
 
     Its state dict has ``packed``, ``scales`` and ``zeros`` (unless symmetric) of both weights, as
-    ``gate_up_packed`` and ``down_packed``: see :class:`flexops.Int4Weight`. Biases have the names
-    that they had. ``.to(dtype)`` converts the biases only. Gradients are computed for
-    ``hidden_states``, ``top_k_weights`` and for biases that require one.
+    ``gate_up_packed`` and ``down_packed``: see :class:`flexops.Int4Weight`; MXFP4's codes are
+    ``gate_up_mxfp4`` and ``down_mxfp4``. Biases have the names that they had. ``.to(dtype)``
+    converts the biases only. Gradients are computed for ``hidden_states``, ``top_k_weights`` and
+    for biases that require one.
 
     Args:
         gate_up: ``[experts * rows, hidden]``, the matrices of all experts one behind the other; an
@@ -127,7 +128,7 @@ class Int4Experts(nn.Module):
         self._sizes = {"gate_up": gate_up[3:], "down": down[3:]}
         """Rows, columns and group size."""
         for name, one in (("gate_up", gate_up), ("down", down)):
-            for suffix, tensor in zip(_SUFFIXES, one[:3], strict=True):
+            for suffix, tensor in zip(self._suffixes, one[:3], strict=True):
                 self.register_buffer(f"{name}_{suffix}", tensor)
         self.bias_names = tuple(biases or ())
         for name, bias in (biases or {}).items():
@@ -157,6 +158,11 @@ class Int4Experts(nn.Module):
         return bool(self._sizes["gate_up"][0] == 2 * self.num_experts * self._sizes["down"][1])
 
     @property
+    def _suffixes(self) -> tuple[str, str, str]:
+        """Of buffers. A state dict says which codes it has."""
+        return ("mxfp4", *_SUFFIXES[1:]) if self.mxfp4 else _SUFFIXES
+
+    @property
     def gate_up(self) -> Int4Weight:
         """The packed weight of the first product, which shares the buffers' memory."""
         return self._weight("gate_up")
@@ -167,7 +173,7 @@ class Int4Experts(nn.Module):
         return self._weight("down")
 
     def _weight(self, name: str) -> Int4Weight:
-        packed, scales, zeros = (getattr(self, f"{name}_{suffix}") for suffix in _SUFFIXES)
+        packed, scales, zeros = (getattr(self, f"{name}_{suffix}") for suffix in self._suffixes)
         return Int4Weight(packed, scales, zeros, *self._sizes[name])
 
     @property
@@ -232,9 +238,10 @@ class Int4Experts(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        if f"{prefix}down_proj" in state_dict and f"{prefix}down_packed" not in state_dict:
+        own = f"{prefix}down_{self._suffixes[0]}"
+        if f"{prefix}down_proj" in state_dict and own not in state_dict:
             error_msgs.append(
-                f"{prefix}down_proj is not packed, and this module requires {prefix}down_packed:"
+                f"{prefix}down_proj is not packed, and this module requires {own}:"
                 " load the state dict before the model is quantized; fix:"
                 " flexops.nn.Int4Experts.from_experts(experts)"
             )

@@ -321,6 +321,10 @@ def test_unpatching_and_copies(checkpoint):
     fresh = of_experts(load(checkpoint))["model.layers.1.mlp.experts"].float()
     fresh.load_state_dict(one.float().state_dict())
     assert torch.equal(fresh(*given), one(*given))
+    whole = Int4Experts(one.gate_up, one.down, EXPERTS, gate=one.gate)  # of the same shapes
+    biases = {name: bias for name, bias in one.state_dict().items() if name.endswith("bias")}
+    with pytest.raises(RuntimeError, match=r"(?s)Missing.*down_mxfp4.*Unexpected.*down_packed"):
+        one.load_state_dict({**whole.state_dict(), **biases})
 
 
 def test_gradients(checkpoint):
