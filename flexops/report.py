@@ -21,7 +21,13 @@ FAMILIES = {
     "linear_cross_entropy": ("cross_entropy",),
     **dict.fromkeys(("projections", "generation"), ("few_rows", "kvcache_attention")),
     "int4_linear": ("int4_linear",),
-    "int4_grouped_linear": ("int4_linear", "experts", "grouped_linear", "few_experts"),
+    "int4_grouped_linear": (
+        "int4_grouped",
+        "int4_linear",
+        "experts",
+        "grouped_linear",
+        "few_experts",
+    ),
     **dict.fromkeys(
         ("gated_experts", "grouped_linear"), ("experts", "grouped_linear", "few_experts")
     ),

@@ -26,6 +26,13 @@ FLEXOPS_DEVICE void load_words(u32 (&out)[4], u32 address) {
   }
 }
 
+/// An 8 x 8 matrix of 16-bit elements, of which a lane has two of row lane / 4, transposed.
+FLEXOPS_DEVICE u32 transposed(u32 word) {
+  u32 out;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(word));
+  return out;
+}
+
 template <int kRows_, int kColumns_>
 struct Panels {
   static constexpr int kRows = kRows_, kColumns = kColumns_;

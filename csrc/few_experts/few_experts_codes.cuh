@@ -18,9 +18,7 @@
 
 namespace flexops::few_experts {
 
-/// What a code is: a whole number, in groups of 64 or 128 columns or of 32; or MXFP4's number, a
-/// sign, two bits of exponent and one of mantissa, in groups of 32.
-enum class Codes { whole, whole32, mxfp4 };
+using int4::Codes;
 
 struct CodesParams : Params {
   const u16 *factors, *zeros;  // of groups: float16 or bfloat16; float16 or null
@@ -31,23 +29,6 @@ struct CodesParams : Params {
 };
 
 inline constexpr int kUnits = 8;
-/// The left operand of an mma of MXFP4's numbers: their bits, as a subnormal number has them, times
-/// the power of two that is between both exponents.
-template <class T>
-FLEXOPS_DEVICE void widen_mxfp4(u32 (&left)[4], u32 word) {
-  constexpr bool kHalf = int4::Code<T>::kShift != 0;
-  constexpr int kTo = kHalf ? 9 : 6;
-  constexpr u32 kSign = 0x80008000u, kRest = kHalf ? 0x0e000e00u : 0x01c001c0u,
-                kPower = kHalf ? 0x74007400u : 0x7e807e80u;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int by = 4 * i - kTo;
-    const u32 sign = word << (12 - 4 * i) & kSign;
-    left[i] = int4::fma2<T>(int4::and_or(by >= 0 ? word >> by : word << -by, kRest, sign), kPower,
-                            kSign);  // -0 is what adds nothing
-  }
-}
-
 /// Of a round of a warp, with `kRowTiles` tiles of rows.
 template <Codes kCodes, int kRowTiles>
 struct Stage {
@@ -177,7 +158,7 @@ __global__ void __launch_bounds__(32 * kWarps, 16 / kWarps)
           if constexpr (kWhole) {
             int4::widen_codes<T>(codes, four[w]);
           } else {
-            widen_mxfp4<T>(codes, four[w]);
+            int4::widen_mxfp4<T>(codes, four[w]);
           }
           const int n = kSmall ? w % 2 : w;
           const bool own = g == (kSmall ? 2 * j + w / 2 : j);

@@ -26,6 +26,8 @@ struct Params {
 /// Which part of the result a block computes; blocks of a cluster follow each other.
 struct Place {
   int rank, token_tile, n_tile;
+  /// All columns of rows of W, of the first rows of x.
+  FLEXOPS_DEVICE explicit Place(int n_tile_) : rank(0), token_tile(0), n_tile(n_tile_) {}
   FLEXOPS_DEVICE explicit Place(const Params& p) {
     const int block = static_cast<int>(blockIdx.x), rest = block / p.cluster;
     rank = block - rest * p.cluster;
@@ -33,6 +35,10 @@ struct Place {
     token_tile = rest - n_tile * p.token_tiles;
   }
 };
+
+/// What a code is: a whole number, in groups of 64 or 128 columns or of 32; or MXFP4's number, a
+/// sign, two bits of exponent and one of mantissa, in groups of 32.
+enum class Codes { whole, whole32, mxfp4 };
 
 /// How a code becomes a number of T: its bits are put into the fraction of a power of two.
 template <class T>
@@ -93,6 +99,23 @@ FLEXOPS_DEFINE_INT4(bf16, "bf16")
 FLEXOPS_DEFINE_INT4(f16, "f16")
 #undef FLEXOPS_DEFINE_INT4
 
+/// The left operand of an mma of MXFP4's numbers: their bits, as a subnormal number has them, times
+/// the power of two that is between both exponents.
+template <class T>
+FLEXOPS_DEVICE void widen_mxfp4(u32 (&left)[4], u32 word) {
+  constexpr bool kHalf = Code<T>::kShift != 0;
+  constexpr int kTo = kHalf ? 9 : 6;
+  constexpr u32 kSign = 0x80008000u, kRest = kHalf ? 0x0e000e00u : 0x01c001c0u,
+                kPower = kHalf ? 0x74007400u : 0x7e807e80u;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int by = 4 * i - kTo;
+    const u32 sign = word << (12 - 4 * i) & kSign;
+    left[i] = fma2<T>(and_or(by >= 0 ? word >> by : word << -by, kRest, sign), kPower,
+                      kSign);  // -0 is what adds nothing
+  }
+}
+
 /// The scales or zero points of rows g and g + 8 (half 0 and 1), float16 or bfloat16.
 FLEXOPS_DEVICE float number_of(u32 word, int half, bool half_precision) {
   return half_precision ? half_of<f16>(word, half) : half_of<bf16>(word, half);
@@ -100,7 +123,7 @@ FLEXOPS_DEVICE float number_of(u32 word, int half, bool half_precision) {
 
 /// Dequantizes codes of rows g and g + 8: less the whole part of the zero point they are exact;
 /// then they are scaled and rounded once.
-template <class T>
+template <class T, bool kMxfp4 = false>
 struct Dequantizer {
   u32 whole[2], factor[2], rest[2];  // each twice in a word
 
@@ -125,6 +148,25 @@ struct Dequantizer {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       to[i] = fma2<T>(fma2<T>(left[i], Code<T>::kOnes, whole[i % 2]), factor[i % 2], rest[i % 2]);
+  }
+};
+/// Of MXFP4 scales are powers of two: numbers are exact.
+template <class T>
+struct Dequantizer<T, true> {
+  u32 factor[2];
+
+  FLEXOPS_DEVICE Dequantizer(u32 scales, u32, bool half_scales) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float scale = number_of(scales, i, half_scales);
+      factor[i] = pack2<T>(scale, scale);
+    }
+  }
+  FLEXOPS_DEVICE void widen(u32* to, u32 word) const {
+    u32 left[4];
+    widen_mxfp4<T>(left, word);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[i] = fma2<T>(left[i], factor[i % 2], 0x80008000u);
   }
 };
 inline constexpr u32 kEight = 0x48004800u;  // the zero points of a weight without any

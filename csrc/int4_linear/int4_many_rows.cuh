@@ -16,14 +16,13 @@ inline constexpr int kManyRows = 2;                            // tiles of 16 ro
 inline constexpr int kManyStages = 4;                          // tiles of columns in shared memory
 inline constexpr int kWarpStage = kManyRows * (512 + 4 * 32);  // bytes: words, scales, zeros
 
-/// kBeside: warps of a team; the block's teams share the columns.
-template <class T, int kTokens, int kBeside>
-__global__ void __launch_bounds__(256, 1) many_rows(const FLEXOPS_GRID_CONSTANT Params p) {
+/// A block's part of a product. kBeside: warps of a team; the block's teams share the columns.
+template <class T, int kTokens, int kBeside, bool kMxfp4 = false>
+FLEXOPS_DEVICE void multiply_many_rows(const Params& p, const Place& place) {
   using X = Panels<8 * kTokens, 64>;
   constexpr int kRows = kManyRows, kTeam = 32 * kBeside, kLines = 16 * kRows * kBeside;
   constexpr int kStage = X::kBytes + kBeside * kWarpStage;
   __align__(1024) extern __shared__ u8 staged[];
-  const Place place(p);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32,
             warps = static_cast<int>(blockDim.x) / 32;
   const int g = lane / 4, t = lane % 4;
@@ -89,10 +88,10 @@ __global__ void __launch_bounds__(256, 1) many_rows(const FLEXOPS_GRID_CONSTANT 
       const uint4 all = *reinterpret_cast<const uint4*>(mine + r * 512 + lane * 16);
       const u32* const numbers = reinterpret_cast<const u32*>(mine + kRows * 512 + r * 128) + g;
       const auto of_group = [&](int group) {
-        return Dequantizer<T>(numbers[8 * group], p.zeros ? numbers[16 + 8 * group] : kEight,
-                              p.half_scales);
+        return Dequantizer<T, kMxfp4>(numbers[8 * group],
+                                      p.zeros ? numbers[16 + 8 * group] : kEight, p.half_scales);
       };
-      Dequantizer<T> dequantizer = of_group(0);
+      Dequantizer<T, kMxfp4> dequantizer = of_group(0);
       dequantizer.widen(left[r][0], all.x), dequantizer.widen(left[r][1], all.y);
       if (small) dequantizer = of_group(1);
       dequantizer.widen(left[r][2], all.z), dequantizer.widen(left[r][3], all.w);
@@ -152,6 +151,11 @@ __global__ void __launch_bounds__(256, 1) many_rows(const FLEXOPS_GRID_CONSTANT 
   __syncthreads();
   write_sums<T>(p, place.rank, sums, depth, kLines + 4, 8 * kTokens, kLines, first_token,
                 place.n_tile * kLines, static_cast<int>(blockDim.x));
+}
+
+template <class T, int kTokens, int kBeside>
+__global__ void __launch_bounds__(256, 1) many_rows(const FLEXOPS_GRID_CONSTANT Params p) {
+  multiply_many_rows<T, kTokens, kBeside>(p, Place(p));
 }
 
 }  // namespace flexops::int4

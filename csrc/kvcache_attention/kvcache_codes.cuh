@@ -80,13 +80,6 @@ FLEXOPS_DEVICE u32 widen_halves(u32 word, u32 mask) {
   return out;
 }
 
-/// An 8 x 8 matrix of 16-bit elements, of which a lane has two of row lane / 4, transposed.
-FLEXOPS_DEVICE u32 transposed(u32 word) {
-  u32 out;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(word));
-  return out;
-}
-
 /// kKeys: tokens of a block, 32 or 64, which lie in one group.
 template <int kDim, int kBits_, int kValueGroup_, int kWarps_, int kKeys_>
 struct Coded {

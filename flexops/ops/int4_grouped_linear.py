@@ -1,9 +1,11 @@
 """Products of rows with the 4-bit matrix of each row's group: the linear layers of a mixture of
 experts whose weights have 4 bits.
 
-On a GPU the matrices are dequantized to x's dtype, all of a layer at once, and multiplied as those
-of :mod:`.grouped_linear`. On a CPU each group that has rows is an :func:`flexops.int4_linear`. The
-backward pass dequantizes them again: no 16-bit weight is kept for it.
+On a GPU kernels read the packed matrices, and dequantize them in registers. With many rows, on
+GPUs other than Hopper, the matrices are dequantized to x's dtype, all of a layer at once, and
+multiplied as those of :mod:`.grouped_linear`. On a CPU each group that has rows is an
+:func:`flexops.int4_linear`. The backward pass dequantizes them again: no 16-bit weight is kept for
+it.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from torch import Tensor
 
 from ._arguments import FLOAT_DTYPES, check_tensor
 from ._declared import define
-from ._register import caller, check_places
+from ._register import caller, check_places, has_native
 from .few_experts import check_mxfp4, unpack_mxfp4
-from .grouped_linear import check_offsets, ends_of, product
+from .grouped_linear import HALVES, check_offsets, ends_of, product
 from .int4_linear import TILE_N, Int4Weight, check_packed, int4_linear, unpack_int4
 
 
@@ -98,9 +100,29 @@ def _apart(rows: Tensor, weight: Int4Weight, groups: int) -> bool:
     return rows.device.type == "cpu" and weight.n // groups % TILE_N == 0
 
 
+_MOST_ROWS = 128
+"""Of a group, on average, up to which mma.sync's kernels read the packed weight. They and wgmma's,
+which are faster with any number of rows, were measured on an H200."""
+
+
+def reads_packed(x: Tensor, weight: Int4Weight, groups: int) -> bool:
+    """Whether kernels compute the products of these rows from packed matrices."""
+    if not (x.is_cuda and x.dtype in HALVES and weight.dtype in HALVES and x.shape[0]):
+        return False
+    capability = torch.cuda.get_device_capability(x.device)
+    few = capability == (9, 0) or x.shape[0] <= _MOST_ROWS * groups
+    whole = weight.n // groups % TILE_N == 0
+    return few and whole and capability >= (8, 0) and has_native("int4_grouped", "cuda")
+
+
 def _forward(x: Tensor, *rest: Any) -> Tensor:
     weight, offsets, mxfp4 = _weight(rest)
     groups = offsets.numel()
+    if reads_packed(x, weight, groups):
+        sizes = weight.n // groups, weight.k, weight.group_size
+        means: Any = torch.ops.flexops.int4_grouped_rows.default
+        made: Tensor = means(x, *weight[:3], offsets, *sizes, mxfp4, 0)
+        return made
 
     def compute(rows: Tensor, matrix: Int4Weight, out: Tensor) -> None:
         if mxfp4:
@@ -111,6 +133,19 @@ def _forward(x: Tensor, *rest: Any) -> Tensor:
     if _apart(x, weight, groups):
         return _by_group(x, rest, weight.n // groups, compute)
     return product(x, _dense(weight, mxfp4, x.dtype).view(groups, -1, weight.k), offsets)
+
+
+def _rows_reference(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, offsets: Tensor,
+    n: int, k: int, group_size: int, mxfp4: bool, _: int,
+) -> Tensor:  # fmt: skip
+    weight = Int4Weight(packed, scales, zeros, n * offsets.numel(), k, group_size)
+    dense = _dense(weight, mxfp4, torch.float32).view(-1, n, k)
+    return product(x.float(), dense, offsets).to(x.dtype)
+
+
+def _rows_fake(x: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty(x.shape[0], rest[4])
 
 
 def _forward_fake(x: Tensor, *rest: Any) -> Tensor:
@@ -155,4 +190,5 @@ define(
     backward=_gradient,
 )
 define("int4_grouped_linear_backward", _backward, _backward_fake)
+define("int4_grouped_rows", _rows_reference, _rows_fake)
 _CALL = caller(torch.ops.flexops.int4_grouped_linear.default)

@@ -145,6 +145,7 @@ CODES = "4-64-128-plain or 8-64-128-window or 4-64-64-modified or 4-32-64-plain"
 OPERANDS = "bfloat16 and (bits and (17-48 or 129-272) or gated_rows and 1-16 and silu)"
 NO_MULTIPLE_OF_8 = "no_multiple_of_8 and sm_80 and (60 or 36)"
 FOUR_BITS = "96 and not 32-torch and not symmetric"
+GROUPED_FOUR_BITS = "-32-96 and not symmetric or -64-272 and mxfp4"
 PARTS = {
     "attention of head dims that are no multiple of 8":
         ("emulated/attention_forward.py", "multiple_of_8", 4),
@@ -152,6 +153,8 @@ PARTS = {
         ("emulated/int4_linear.py", "bfloat16 and (1-40 or 20-100 or exactly) or None-3", 4),
     "experts of few tokens":
         ("gpu/test_few_experts_gpu.py", f"float64s and bfloat16 and (72 or {FOUR_BITS})", 6),
+    "grouped products with 4-bit weights by mma.sync":
+        ("gpu/test_int4_grouped_gpu.py", f"float64s and bfloat16 and ({GROUPED_FOUR_BITS})", 4),
     "operands of fp8 products": ("gpu/test_fp8_linear_gpu.py", OPERANDS, 3),
     "attention over a cache: it appends, rotates, looks up pages and attends":
         ("gpu/test_kvcache_attention_gpu.py", "small_cases and (several_tokens or a_token)", 2),

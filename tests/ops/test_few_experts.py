@@ -11,6 +11,7 @@ from torch import Tensor
 
 import flexops
 from flexops.ops import few_experts as few
+from flexops.ops import int4_grouped_linear as grouped
 
 TOKENS, K, EXPERTS, HIDDEN, INNER = 3, 2, 4, 24, 16
 
@@ -170,18 +171,37 @@ def test_mxfp4_has_groups_of_32_and_no_zero_points():
         few.few_experts_int4(*given_int4(), mxfp4=True)
 
 
-def test_what_the_kernels_of_4_bits_take(monkeypatch):
+@pytest.mark.parametrize(
+    ("capability", "size", "most"), [((9, 0), 64, 4), ((9, 0), 32, 2), ((8, 9), 64, 8)]
+)
+def test_what_the_kernels_of_4_bits_take(capability, size, most, monkeypatch):
+    """So many choices of four experts; grouped products take more of them."""
     monkeypatch.setattr(few, "_runs_on", lambda _: True)
-    x, choices, _, *packed = given_int4()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    x, choices, _, *packed = given_int4(size)
     on_gpu: Any = OnGpu(x)
-    assert few.fits_int4(on_gpu, choices, *packed)
-    seven = choices[:1, :1].repeat(28, 1)  # choices of each expert
-    assert few.fits_int4(on_gpu, seven, *packed)
-    assert not few.fits_int4(on_gpu, torch.cat([seven, seven[:1]]), *packed)
-    assert not few.fits_int4(on_gpu, choices.repeat(1, 33), *packed)
-    assert not few.fits_int4(x, choices, *packed)  # on a CPU
+    some = choices[:1, :1].repeat(most, 1)
+    assert few.fits_int4(on_gpu, some, *packed)
+    assert not few.fits_int4(on_gpu, some[:0], *packed)
+    assert not few.fits_int4(on_gpu, torch.cat([some, some[:1]]), *packed)
+    assert not few.fits_int4(on_gpu, some[:1].repeat(1, 65), *packed)
+    assert not few.fits_int4(x, some, *packed)  # on a CPU
     wide = packed[0]._replace(scales=packed[0].scales.float())
-    assert not few.fits_int4(on_gpu, choices, wide, wide)
+    assert not few.fits_int4(on_gpu, some, wide, wide)
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows", "reads"),
+    [((9, 0), 9999, True), ((8, 0), 512, True), ((8, 0), 513, False), ((7, 5), 4, False)],
+)
+def test_what_grouped_products_read_packed(capability, rows, reads, monkeypatch):
+    monkeypatch.setattr(grouped, "has_native", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    x, _, _, weight, _ = given_int4()
+    on_gpu: Any = OnGpu(x[:1].expand(rows, -1))
+    assert grouped.reads_packed(on_gpu, weight, EXPERTS) == reads
+    assert not grouped.reads_packed(x, weight, EXPERTS)  # on a CPU
+    assert not grouped.reads_packed(OnGpu(x.float()), weight, EXPERTS)  # type: ignore[arg-type]
 
 
 class OnGpu:

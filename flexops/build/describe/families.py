@@ -729,6 +729,19 @@ CATALOG: tuple[OpSpec, ...] = (
         least_capability=(8, 0),
     ),
     _family(
+        "int4_grouped",
+        _op(
+            f"int4_grouped_rows(Tensor x, {_INT4}, Tensor offsets, {_INT4_SIZES}, bool mxfp4, int"
+            " plan) -> Tensor",
+            dtypes={**_INT4_DTYPES, "x": _HALVES, "offsets": "int32"},
+            strided={"x": "aligned"},
+            outputs=(Output("x[0], n", "x"),),
+            hidden=True,
+        ),
+        hip=False,
+        least_capability=(8, 0),
+    ),
+    _family(
         "int4_linear",
         _op(
             f"int4_product(Tensor x, {_INT4}, Tensor? bias, {_INT4_SIZES}, int plan) -> Tensor",

@@ -94,6 +94,7 @@ TWICE = (
     "gated_norm",
     "grouped_linear",
     "int4_few_rows",
+    "int4_grouped",
     "norm",
     "norm_backward",
 )
@@ -260,6 +261,7 @@ AMPERE = {
     "few_rows_chain",
     "grouped_linear",
     "int4_few_rows",
+    "int4_grouped",
     "int4_linear",
     "kvcache_attention",
 }

@@ -66,6 +66,7 @@ SOURCES: tuple[Source, ...] = (
     ),
     Source("few_rows", "few_rows", "few_rows", ("few_rows_linear",)),
     Source("few_experts", "experts", "few_experts", ()),
+    Source("int4_grouped", "experts", "int4_grouped", ()),
     Source("few_rows_chain", "generation", "few_rows_chain", ()),
     Source("next_token", "generation", "next_token", ()),
     Source("adam", "optim", "adam", ("AdamW",)),

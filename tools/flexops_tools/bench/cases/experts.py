@@ -11,6 +11,7 @@ from torch import Tensor
 import flexops
 from flexops.ops import few_experts as few
 from flexops.ops.experts import expert_order
+from flexops.ops.int4_grouped_linear import int4_grouped_linear
 
 from .case import FLEXOPS, Case, Family, Function, Functions, Setup, forward_and_backward, library
 
@@ -93,12 +94,13 @@ def few_experts(setup: Setup) -> Iterator[Case]:
     yield from _few_experts_int4(setup)
 
 
+def _packed(setup: Setup, rows: int, columns: int) -> flexops.Int4Weight:
+    return flexops.quantize_int4(setup.randn(EXPERTS * rows, columns))
+
+
 def _few_experts_int4(setup: Setup) -> Iterator[Case]:
     """The same with weights of 4 bits."""
-    both = [
-        flexops.quantize_int4(setup.randn(EXPERTS * rows, columns))
-        for rows, columns in ((2 * INNER, HIDDEN), (HIDDEN, INNER))
-    ]
+    both = [_packed(setup, 2 * INNER, HIDDEN), _packed(setup, HIDDEN, INNER)]
 
     def packed(x: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
         return few.few_experts_int4(x, choices, weights, both[0], both[1])
@@ -151,3 +153,29 @@ def _by_transformers(function: Function) -> Function:
         return function(module, x, choices, weights)
 
     return call
+
+
+def int4_grouped(setup: Setup) -> Iterator[Case]:
+    """Gate and up with weights of 4 bits: of 16 sequences' step, and of prompts."""
+    weight = _packed(setup, 2 * INNER, HIDDEN)
+
+    def dequantized(x: Tensor, offsets: Tensor) -> Tensor:
+        dense = flexops.unpack_int4(weight, x.dtype).view(EXPERTS, -1, HIDDEN)
+        return flexops.grouped_linear(x, dense, offsets)
+
+    for tokens in (16, 1024, setup.rows(4096)):
+        choices = _routes(setup, tokens)[1]
+        chosen, rows = len(set(choices.flatten().tolist())), tokens * CHOICES
+        offsets = expert_order(choices, EXPERTS).offsets
+        yield from forward_and_backward(
+            "int4_grouped",
+            "int4_grouped_linear",
+            f"int4_grouped_linear bf16 {rows}x{HIDDEN} -> {2 * INNER}, {EXPERTS} groups",
+            {
+                FLEXOPS: lambda x, ends: int4_grouped_linear(x, weight, ends),
+                "dequantized": dequantized,
+            },
+            (setup.randn(rows, HIDDEN), offsets),
+            (weight.nbytes * chosen // EXPERTS, "reads the packed weights"),
+            None,
+        )
