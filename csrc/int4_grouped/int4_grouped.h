@@ -12,7 +12,6 @@ struct Int4Grouped {
   void* out;           // [m, n / groups]
   ElementType type;    // of x and out
   int64_t m, groups;
-  bool mxfp4;  // codes are MXFP4's numbers
 };
 
 /// Queued on `stream`. Returns nullptr, or CUDA's error text. `plan`: 0, or rows of x of a tile

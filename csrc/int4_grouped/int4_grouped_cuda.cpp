@@ -53,7 +53,7 @@ void launch_mma(const Int4Grouped& c, void* stream) {
   const Dim3 grid = divide(p, 8 * kTokens, kLines, gpu_facts().processors);
   const LaunchConfig config =
       config_of(grid, 32 * int4::kGroupedBeside, kStaged > kSums ? kStaged : kSums, stream);
-  if (c.mxfp4) return launch(kernel<int4::grouped_rows<T, kTokens, true>>, config, p);
+  if (c.weight.mxfp4) return launch(kernel<int4::grouped_rows<T, kTokens, true>>, config, p);
   launch(kernel<int4::grouped_rows<T, kTokens, false>>, config, p);
 }
 
@@ -82,7 +82,7 @@ void launch_hopper(const Int4Grouped& c, const KernelOf<int4::GroupedHopperParam
 template <class T, int kN>
 void launch_hopper(const Int4Grouped& c, void* stream) {
   using int4::grouped_rows_hopper;
-  if (c.mxfp4)
+  if (c.weight.mxfp4)
     return launch_hopper<T, kN, Codes::mxfp4>(c, kernel<grouped_rows_hopper<T, kN, Codes::mxfp4>>,
                                               stream);
   if (c.weight.group_size == 32)

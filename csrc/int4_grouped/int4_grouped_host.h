@@ -15,14 +15,12 @@ inline void int4_grouped_rows_host(Host& host, const TensorView& x, const Tensor
                 ": N must be a multiple of 16, for one group or more, got ", n, " for ",
                 offsets.numel);
   Int4Grouped c;
-  c.weight = make_int4(host, packed, scales, zeros, n * offsets.numel, k, group_size);
-  c.groups = offsets.numel, c.mxfp4 = mxfp4;
+  c.weight = make_int4(host, packed, scales, zeros, n * offsets.numel, k, group_size, mxfp4);
+  c.groups = offsets.numel;
   FLEXOPS_CHECK(x.dim == 2 && x.size(1) == k && aligned(x.data), host.op, ": x must have ", k,
                 " columns, got shape ", shape_text(x));
   FLEXOPS_CHECK(aligned(packed.data) && aligned(scales.data) && (!zeros || aligned(zeros.data)),
                 host.op, ": the tensors of weight must be aligned to 16 bytes");
-  FLEXOPS_CHECK(!mxfp4 || (group_size == 32 && !zeros), host.op,
-                ": MXFP4 has groups of 32 columns and no zero points");
   if (out.numel == 0) return;
   c.offsets = offsets.as<int>(), c.x = x.data, c.out = out.data;
   c.type = element_type(x), c.m = x.size(0);

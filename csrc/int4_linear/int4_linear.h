@@ -16,6 +16,7 @@ struct Int4View {
   const uint8_t* packed;  // [tiles_n, tiles_k, 512]
   const void* scales;     // [tiles_n, groups, 16]
   const void* zeros;      // the same, or null: all are 8
+  bool mxfp4;             // codes are MXFP4's numbers, without zero points
   ElementType scale_type, zero_type;
   int64_t n, k, group_size;
   int64_t tiles_n, tiles_k, groups;

@@ -47,14 +47,20 @@ static Method method_of([[maybe_unused]] const Int4Product& c) {
   return Method::floats;
 }
 
-/// AVX-512 looks the values of codes up. Other levels multiply x by the codes of odd bytes, and by
-/// those in the upper halves of bytes, where they are: 2^8 and 2^4 times as large.
+/// AVX-512 looks the values of codes up. Other levels multiply x by twice MXFP4's numbers, or by
+/// the codes of odd bytes, and by those in the upper halves of bytes, where they are: 2^8 and 2^4
+/// times as large.
 constexpr bool kTables = kLanes == 16;
-constexpr float kOddByte = kTables ? 1.0f : 0x1p-8f, kUpperHalf = 0x1p-4f;
+constexpr float kOddByte = 0x1p-8f, kUpperHalf = 0x1p-4f;
+
+/// Whether codes are multiplied where they are.
+static bool in_place(const Int4View& w, Method method) {
+  return method == Method::floats && !kTables && !w.mxfp4;
+}
 
 /// Whether zero points are subtracted from sums.
 static bool sums_codes(const Int4Product& c, Method method) {
-  return method == Method::floats ? !kTables : method == Method::halves && c.weight.zeros;
+  return in_place(c.weight, method) || (method == Method::halves && c.weight.zeros);
 }
 
 /// The sums of x in groups, after x itself.
@@ -66,6 +72,7 @@ static T* group_sums(const Int4Product& c, T* x) {
 void int4_order_cpu(const Int4Product& c, float* x, int64_t begin, int64_t end) {
   const int64_t tiles = c.weight.tiles_k, most = rows_at_once(c), group = c.weight.group_size;
   const bool halves = method_of(c) != Method::floats;
+  const float odd_byte = in_place(c.weight, method_of(c)) ? kOddByte : 1.0f;
   int64_t order[kInt4TileK];
   for (int64_t i = 0; i < kInt4TileK; ++i)
     order[i] =
@@ -92,7 +99,7 @@ void int4_order_cpu(const Int4Product& c, float* x, int64_t begin, int64_t end) 
               static_cast<uint16_t>(bits_of(buffer[order[i]]) >> 16);
       } else {
         for (int64_t i = 0; i < kInt4TileK; ++i)
-          x[to + i] = buffer[order[i]] * (i / kWords % 2 ? kOddByte : 1.0f);
+          x[to + i] = buffer[order[i]] * (i / kWords % 2 ? odd_byte : 1.0f);
       }
     }
   }
@@ -104,7 +111,8 @@ struct Number {
 };
 static inline Number load_number(const Int4View& w, int64_t tile, int64_t group, int64_t at) {
   const int64_t index = (tile * w.groups + group) * kInt4TileN + at;
-  return {load(w.scales, index, w.scale_type), w.zeros ? load(w.zeros, index, w.zero_type) : 8.0f};
+  const float zero = w.mxfp4 ? 0.0f : 8.0f;
+  return {load(w.scales, index, w.scale_type), w.zeros ? load(w.zeros, index, w.zero_type) : zero};
 }
 
 /// A number in all lanes.
@@ -138,17 +146,26 @@ struct Block {
   Floats* sums;  // [kInt4TileN, rows of x], over this block and those before it
 };
 
+/// The codes of a weight: whole numbers in groups of more than 32 columns, or of 32, or MXFP4's
+/// numbers in groups of 32.
+enum class Codes { whole, whole32, mxfp4 };
+
+constexpr float kMxfp4Numbers[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+                                     -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+
 /// What the codes of a row of a tile stand for: (code - zero) * scale, the two of a word's group.
-/// Or, without tables, the codes where they are in bytes.
+/// Or, without tables, twice MXFP4's numbers, or the codes where they are in bytes.
 #if defined(__AVX512F__)
-template <bool kTwoGroups>
+template <Codes codes>
 struct RowValues {
+  static constexpr bool kTwoGroups = codes != Codes::whole;
   Floats tables[2];
 
   RowValues(const float* scales, const float* zeros) {
-    constexpr Floats kCodes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    constexpr Floats kWhole = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Floats numbers = codes == Codes::mxfp4 ? load_floats(kMxfp4Numbers) : kWhole;
     for (int i = 0; i < (kTwoGroups ? 2 : 1); ++i)
-      tables[i] = (kCodes - broadcast(zeros[i * kInt4TileN])) * broadcast(scales[i * kInt4TileN]);
+      tables[i] = (numbers - broadcast(zeros[i * kInt4TileN])) * broadcast(scales[i * kInt4TileN]);
   }
 
   /// Of the codes of 4 bits above the lowest `shift` ones.
@@ -161,16 +178,36 @@ struct RowValues {
   }
 };
 #else
-template <bool kTwoGroups>
+/// Twice MXFP4's numbers, with a sign, of a code in each byte.
+static inline Words twice_numbers(Words codes) {
+  typedef int8_t Signed __attribute__((vector_size(sizeof(Words))));
+#if defined(__AVX2__)
+  constexpr Signed kTwice = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12,
+                             0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+  return (Words)_mm256_shuffle_epi8((__m256i)kTwice, (__m256i)codes);
+#else
+  const Signed size = (Signed)codes & 7, negative = (Signed)codes > 7;
+  const Signed twice = size + ((size > 4) & (size - 4)) + ((size > 6) & 2);
+  return (Words)((twice ^ negative) - negative);
+#endif
+}
+
+template <Codes codes>
 struct RowValues {
   RowValues(const float*, const float*) {}
 
   Floats at(Words words, int shift) const {
-    const Words codes = words >> (shift & 16) & (15u << (shift & 15));
+    Ints numbers;
+    if constexpr (codes == Codes::mxfp4) {
+      const Words all = twice_numbers(words >> (shift & 4) & 0x0f0f0f0fu);  // for four shifts
+      numbers = (Ints)(all << (24 - (shift & 24))) >> 24;
+    } else {
+      numbers = (Ints)(words >> (shift & 16) & (15u << (shift & 15)));
+    }
 #if defined(__AVX2__)
-    return _mm256_cvtepi32_ps((__m256i)codes);
+    return _mm256_cvtepi32_ps((__m256i)numbers);
 #else
-    return __builtin_convertvector((Ints)codes, Floats);
+    return __builtin_convertvector(numbers, Floats);
 #endif
   }
 };
@@ -186,9 +223,9 @@ static inline Floats scales_of(const float* scales) {
 }
 
 /// 64 bytes, two rows of the weight, times rows of x.
-template <int kRows, bool kTwoGroups>
+template <int kRows, Codes codes>
 static inline void add_floats(Floats (&sums)[2][kRows], const uint8_t* bytes, const float* x,
-                              const RowValues<kTwoGroups>& low, const RowValues<kTwoGroups>& high) {
+                              const RowValues<codes>& low, const RowValues<codes>& high) {
 #pragma GCC unroll 8
   for (int i = 0; i < kParts; ++i) {
     const Words words = (Words)load_floats(reinterpret_cast<const float*>(bytes) + i * kLanes);
@@ -223,11 +260,15 @@ static inline Halves look_up(Halves table, Halves codes) {
   return out;
 }
 
-/// Codes from 0 to 15 less 8, as bfloat16.
+/// Codes from 0 to 15 less 8, and MXFP4's numbers, as bfloat16.
 constexpr Halves kCodes = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
                            0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
                            0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
                            0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+constexpr Halves kNumbers = {0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+                             0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,
+                             0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+                             0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
 
 /// The values of codes from 0 to 15 of each row and group of a tile of rows.
 static void make_tables(const float* scales, const float* zeros, int64_t count, uint16_t* tables) {
@@ -262,8 +303,9 @@ static inline void add_halves(Floats (&sums)[2][kRows], const uint8_t* bytes, co
 #endif
 
 /// Rows g and g + 8 of the weight, and those of the pairs behind them, times rows of x.
-template <Method method, int kRows, bool kTwoGroups>
+template <Method method, int kRows, Codes codes>
 static void multiply_pairs(const Block& b, int64_t g) {
+  constexpr bool kTwoGroups = codes != Codes::whole;
   constexpr int kPairs = pairs_of(kRows);
   Floats sums[kPairs][2][kRows];
 #pragma GCC unroll 16
@@ -291,11 +333,14 @@ static void multiply_pairs(const Block& b, int64_t g) {
       const float* const scale = b.scales + group + 2 * pair;
       Floats parts[2][kRows] = {};  // of a group
 #if FLEXOPS_BF16_PRODUCTS
-      if constexpr (method == Method::halves) add_halves<kRows>(parts, from, x, kCodes, kCodes);
+      if constexpr (method == Method::halves) {
+        constexpr Halves kTable = codes == Codes::mxfp4 ? kNumbers : kCodes;
+        add_halves<kRows>(parts, from, x, kTable, kTable);
+      }
 #endif
       if constexpr (method == Method::floats) {
         const float* const zero = b.zeros + group + 2 * pair;
-        const RowValues<kTwoGroups> low(scale, zero), high(scale + 1, zero + 1);
+        const RowValues<codes> low(scale, zero), high(scale + 1, zero + 1);
         add_floats<kRows>(kTables ? sums[pair] : parts, from, x, low, high);
         if constexpr (kTables) continue;
       }
@@ -315,16 +360,18 @@ static void multiply_pairs(const Block& b, int64_t g) {
 }
 
 template <int kRows>
-static void multiply_block(const Block& b, Method method, int64_t rows) {
+static void multiply_block(const Block& b, Method method, Codes codes, int64_t rows) {
   if constexpr (kRows > 1)
-    if (rows < kRows) return multiply_block<kRows - 1>(b, method, rows);
-  auto multiply = b.shift ? multiply_pairs<Method::floats, kRows, false>
-                          : multiply_pairs<Method::floats, kRows, true>;
+    if (rows < kRows) return multiply_block<kRows - 1>(b, method, codes, rows);
+  auto multiply = codes == Codes::whole     ? multiply_pairs<Method::floats, kRows, Codes::whole>
+                  : codes == Codes::whole32 ? multiply_pairs<Method::floats, kRows, Codes::whole32>
+                                            : multiply_pairs<Method::floats, kRows, Codes::mxfp4>;
 #if FLEXOPS_BF16_PRODUCTS
   if (method == Method::halves)
-    multiply = b.shift ? multiply_pairs<Method::halves, kRows, false>
-                       : multiply_pairs<Method::halves, kRows, true>;
-  if (method == Method::rounded) multiply = multiply_pairs<Method::rounded, kRows, false>;
+    multiply = codes == Codes::whole     ? multiply_pairs<Method::halves, kRows, Codes::whole>
+               : codes == Codes::whole32 ? multiply_pairs<Method::halves, kRows, Codes::whole32>
+                                         : multiply_pairs<Method::halves, kRows, Codes::mxfp4>;
+  if (method == Method::rounded) multiply = multiply_pairs<Method::rounded, kRows, Codes::whole>;
 #endif
   for (int64_t g = 0; g < kInt4TileN / 2; g += pairs_of(kRows)) multiply(b, g);
 }
@@ -353,7 +400,7 @@ static void load_groups(Tile& t, const Int4View& w, Method method, int64_t tile,
   const int64_t count = groups * kInt4TileN, from = (tile * w.groups + first) * kInt4TileN;
   load_numbers(w.scales, from, count, w.scale_type, t.scales);
   if (w.zeros) load_numbers(w.zeros, from, count, w.zero_type, t.zeros);
-  for (int64_t i = 0; !w.zeros && i < count; ++i) t.zeros[i] = 8;
+  for (int64_t i = 0; !w.zeros && i < count; ++i) t.zeros[i] = w.mxfp4 ? 0 : 8;
 #if FLEXOPS_BF16_PRODUCTS
   if (method == Method::rounded) return make_tables(t.scales, t.zeros, count, t.tables);
 #endif
@@ -361,8 +408,10 @@ static void load_groups(Tile& t, const Int4View& w, Method method, int64_t tile,
   const float offset = method == Method::halves ? 8 : 0;  // kCodes are less by as much
   for (int64_t i = 0; i < count; i += kLanes)
     store_floats(t.zeros + i, (load_floats(t.zeros + i) - offset) * load_floats(t.scales + i));
-  if (method == Method::floats)
+  if (in_place(w, method))
     for (int64_t i = 1; i < count; i += 2) t.scales[i] *= kUpperHalf;
+  else if (method == Method::floats)
+    for (int64_t i = 0; i < count; ++i) t.scales[i] *= 0.5f;  // of twice the numbers
 }
 
 /// Add zero points times sums of x in groups, for two rows of x.
@@ -404,6 +453,7 @@ static void multiply_tile(Tile& t, const Int4Product& c, const float* x, int64_t
   const int64_t floats = method == Method::floats ? kInt4TileK : kInt4TileK / 2;  // of a tile of x
   Block b;
   b.shift = w.group_size == 32 ? 0 : w.group_size == 64 ? 1 : 2;
+  const Codes codes = w.mxfp4 ? Codes::mxfp4 : b.shift ? Codes::whole : Codes::whole32;
   memset(t.sums, 0, static_cast<size_t>(kInt4TileN * (end - begin)) * sizeof *t.sums);
   memset(t.zero_sums, 0, static_cast<size_t>(end - begin) * sizeof *t.zero_sums);
   const int64_t most_tiles = kMostGroups << b.shift >> 1;
@@ -431,7 +481,7 @@ static void multiply_tile(Tile& t, const Int4Product& c, const float* x, int64_t
 #if FLEXOPS_BF16_PRODUCTS
         b.tables = t.tables + 16 * offset;
 #endif
-        multiply_block<kMostRows>(b, method, rows);
+        multiply_block<kMostRows>(b, method, codes, rows);
       }
     }
   }
@@ -464,7 +514,13 @@ static inline Bytes by_column(Bytes words) {
 #endif
 }
 
+template <bool kMxfp4>
 static inline Floats load_codes(const uint8_t* from) {
+  if constexpr (kMxfp4) {
+    Floats out;
+    for (int lane = 0; lane < kLanes; ++lane) out[lane] = kMxfp4Numbers[from[lane]];
+    return out;
+  }
 #if defined(__AVX512F__)
   return _mm512_maskz_cvtepi32_ps(
       0xffff, _mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128((const __m128i*)from)));
@@ -478,16 +534,16 @@ static inline Floats load_codes(const uint8_t* from) {
 }
 
 /// 16 codes of a group as elements.
-template <ElementType type>
+template <ElementType type, bool kMxfp4>
 static inline void write_codes(Bytes codes, Number number, void* to) {
   uint8_t bytes[16];
   memcpy(bytes, &codes, sizeof bytes);
   for (int i = 0; i < 16; i += kLanes)
-    store_elements<type>(to, i, (load_codes(bytes + i) - number.zero) * number.scale);
+    store_elements<type>(to, i, (load_codes<kMxfp4>(bytes + i) - number.zero) * number.scale);
 }
 
 /// The 16 values of a group. Those of 16 bits are looked up, byte by byte.
-template <ElementType type>
+template <ElementType type, bool kMxfp4>
 struct Values {
 #if defined(__AVX2__)
   static constexpr bool kTable = element_size(type) == 2;
@@ -502,7 +558,7 @@ struct Values {
     if constexpr (kTable) {
       constexpr Bytes kAll = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
       __m128i words[2];
-      write_codes<type>(kAll, number, words);
+      write_codes<type, kMxfp4>(kAll, number, words);
       const __m128i bytes = _mm_set1_epi16(255);
       low = _mm_packus_epi16(_mm_and_si128(words[0], bytes), _mm_and_si128(words[1], bytes));
       high = _mm_packus_epi16(_mm_srli_epi16(words[0], 8), _mm_srli_epi16(words[1], 8));
@@ -520,12 +576,12 @@ struct Values {
       return;
     }
 #endif
-    write_codes<type>(codes, number, to);
+    write_codes<type, kMxfp4>(codes, number, to);
   }
 };
 
 /// Rows g and g + 8 of a tile of rows.
-template <ElementType type>
+template <ElementType type, bool kMxfp4>
 static void unpack_pair(const Int4View& w, char* out, int64_t tile, int64_t g) {
   const int64_t row = tile * kInt4TileN + g, size = element_size(type);
   const int64_t parts = least(kInt4TileK, w.group_size) / 16;
@@ -542,22 +598,28 @@ static void unpack_pair(const Int4View& w, char* out, int64_t tile, int64_t g) {
       codes[part] = by_column(words);
     }
     char* const to = out + (row * w.k + first) * size;
-    const Values<type> low(load_number(w, tile, group, 2 * g));
+    const Values<type, kMxfp4> low(load_number(w, tile, group, 2 * g));
     for (int64_t part = 0; part < parts; ++part) low.write(codes[part] & 15, to + 16 * part * size);
     if (row + 8 >= w.n) continue;
-    const Values<type> high(load_number(w, tile, group, 2 * g + 1));
+    const Values<type, kMxfp4> high(load_number(w, tile, group, 2 * g + 1));
     for (int64_t part = 0; part < parts; ++part)
       high.write(codes[part] >> 4, to + (8 * w.k + 16 * part) * size);
   }
 }
 
-void int4_unpack_cpu(const Int4View& w, void* out, ElementType type, int64_t begin, int64_t end) {
-  const auto unpack = type == ElementType::f32    ? unpack_pair<ElementType::f32>
-                      : type == ElementType::bf16 ? unpack_pair<ElementType::bf16>
-                                                  : unpack_pair<ElementType::f16>;
+template <bool kMxfp4>
+static void unpack_pairs(const Int4View& w, void* out, ElementType type, int64_t begin,
+                         int64_t end) {
+  const auto unpack = type == ElementType::f32    ? unpack_pair<ElementType::f32, kMxfp4>
+                      : type == ElementType::bf16 ? unpack_pair<ElementType::bf16, kMxfp4>
+                                                  : unpack_pair<ElementType::f16, kMxfp4>;
   for (int64_t pair = begin * 8; pair < end * 8; ++pair)
     if (pair / 8 * kInt4TileN + pair % 8 < w.n)
       unpack(w, static_cast<char*>(out), pair / 8, pair % 8);
+}
+
+void int4_unpack_cpu(const Int4View& w, void* out, ElementType type, int64_t begin, int64_t end) {
+  (w.mxfp4 ? unpack_pairs<true> : unpack_pairs<false>)(w, out, type, begin, end);
 }
 
 }  // namespace flexops::FLEXOPS_ISA

@@ -8,15 +8,18 @@
 namespace flexops {
 
 inline Int4View make_int4(Host& host, const TensorView& packed, const TensorView& scales,
-                          const TensorView& zeros, int64_t n, int64_t k, int64_t group_size) {
+                          const TensorView& zeros, int64_t n, int64_t k, int64_t group_size,
+                          bool mxfp4) {
   FLEXOPS_CHECK(group_size == 32 || group_size == 64 || group_size == 128, host.op,
                 ": group_size must be 32, 64 or 128, got ", group_size);
   FLEXOPS_CHECK(n >= 0 && k >= 0 && k % group_size == 0, host.op,
                 ": group_size must divide K, got ", k);
   FLEXOPS_CHECK(n < int64_t{1} << 30 && k < int64_t{1} << 30, host.op,
                 ": N and K must be less than 2^30");
+  FLEXOPS_CHECK(!mxfp4 || (group_size == 32 && !zeros), host.op,
+                ": MXFP4 has groups of 32 columns and no zero points");
   Int4View w;
-  w.packed = packed.as<uint8_t>(), w.scales = scales.data, w.zeros = zeros.data;
+  w.packed = packed.as<uint8_t>(), w.scales = scales.data, w.zeros = zeros.data, w.mxfp4 = mxfp4;
   w.scale_type = element_type(scales);
   w.zero_type = w.scale_type == ElementType::f32 ? ElementType::f32 : ElementType::f16;
   w.n = n, w.k = k, w.group_size = group_size;
@@ -36,12 +39,17 @@ inline Int4View make_int4(Host& host, const TensorView& packed, const TensorView
   return w;
 }
 
+inline void check_mxfp4_place(Host& host, bool mxfp4) {
+  FLEXOPS_CHECK(!mxfp4 || !FLEXOPS_DEVICE_CUDA, host.op, ": MXFP4 must be on a CPU");
+}
+
 inline void int4_product_host(Host& host, const TensorView& x, const TensorView& packed,
                               const TensorView& scales, const TensorView& zeros,
                               const TensorView& bias, int64_t n, int64_t k, int64_t group_size,
-                              int64_t plan, const TensorView& out) {
+                              int64_t plan, bool mxfp4, const TensorView& out) {
+  check_mxfp4_place(host, mxfp4);
   Int4Product c;
-  c.weight = make_int4(host, packed, scales, zeros, n, k, group_size);
+  c.weight = make_int4(host, packed, scales, zeros, n, k, group_size, mxfp4);
   FLEXOPS_CHECK(x.dim >= 1 && x.columns() == k, host.op, ": x must have ", k,
                 " columns, got shape ", shape_text(x));
   FLEXOPS_CHECK(!bias || (bias.dim == 1 && bias.size(0) == n), host.op,
@@ -67,8 +75,9 @@ inline void int4_product_host(Host& host, const TensorView& x, const TensorView&
 
 inline void int4_unpack_host(Host& host, const TensorView& packed, const TensorView& scales,
                              const TensorView& zeros, int64_t n, int64_t k, int64_t group_size,
-                             Dtype, const TensorView& out) {
-  const Int4View w = make_int4(host, packed, scales, zeros, n, k, group_size);
+                             Dtype, bool mxfp4, const TensorView& out) {
+  check_mxfp4_place(host, mxfp4);
+  const Int4View w = make_int4(host, packed, scales, zeros, n, k, group_size, mxfp4);
   FLEXOPS_CHECK(out.dtype == Dtype::f32 || out.dtype == Dtype::f16 || out.dtype == Dtype::bf16,
                 host.op, ": dtype must be float32, float16 or bfloat16, got ",
                 dtype_name(out.dtype));

@@ -25,7 +25,14 @@ from ._arguments import check_shape
 from ._declared import define
 from ._register import caller, check_places, has_native
 from ._self_check import Make, checking
-from .int4_linear import TILE_N, Int4Weight, check_packed, int4_codes, quantize_int4, unpack_int4
+from .int4_linear import (
+    TILE_N,
+    Int4Weight,
+    check_packed,
+    quantize_int4,
+    unpack_int4,
+    unpack_reference,
+)
 
 ACTIVATIONS = {"silu": 1, "gelu": 2, "gelu_tanh": 3, "clamped": 4}
 _HALVES = (torch.bfloat16, torch.float16)
@@ -53,8 +60,6 @@ def fits(x: Tensor, choices: Tensor, gate_up: Tensor, down: Tensor) -> bool:
     )
 
 
-MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What codes of MXFP4 stand for, and with the highest bit the same below zero."""
 _MOST_OF_TOKEN = 64
 
 
@@ -185,12 +190,7 @@ def check_mxfp4(where: str, weight: Int4Weight) -> None:
 
 
 def _unpack_reference(packed: Tensor, scales: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
-    codes, factors, _ = int4_codes(Int4Weight(packed, scales, None, n, k, 32))
-    table = torch.tensor([*MXFP4, *(-one for one in MXFP4)], device=codes.device)
-    numbers = table.index_select(0, codes.flatten().int()).view(n, -1, 32)
-    numbers = numbers.mul_(factors.float().unsqueeze(-1))
-    made: Tensor = numbers.flatten(1).to(dtype)
-    return made
+    return unpack_reference(Int4Weight(packed, scales, None, n, k, 32), dtype, True)
 
 
 def _check(

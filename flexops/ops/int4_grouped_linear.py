@@ -4,8 +4,8 @@ experts whose weights have 4 bits.
 On a GPU kernels read the packed matrices, and dequantize them in registers. With many rows, on
 GPUs other than Hopper, the matrices are dequantized to x's dtype, all of a layer at once, and
 multiplied as those of :mod:`.grouped_linear`. On a CPU each group that has rows is an
-:func:`flexops.int4_linear`. The backward pass dequantizes them again: no 16-bit weight is kept for
-it.
+:func:`flexops.int4_linear`, with MXFP4's numbers, too. The backward pass dequantizes them again: no
+16-bit weight is kept for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ._declared import define
 from ._register import caller, check_places, has_native
 from .few_experts import check_mxfp4, unpack_mxfp4
 from .grouped_linear import HALVES, check_offsets, ends_of, product
-from .int4_linear import TILE_N, Int4Weight, check_packed, int4_linear, unpack_int4
+from .int4_linear import TILE_N, Int4Weight, check_packed, linear
 
 
 def int4_grouped_linear(
@@ -69,7 +69,10 @@ def _weight(arguments: tuple[Any, ...]) -> tuple[Int4Weight, Tensor, bool]:
 
 
 def _dense(weight: Int4Weight, mxfp4: bool, dtype: torch.dtype) -> Tensor:
-    return unpack_mxfp4(weight, dtype) if mxfp4 else unpack_int4(weight, dtype)
+    if mxfp4 and weight.device.type != "cpu":
+        return unpack_mxfp4(weight, dtype)
+    dense: Tensor = torch.ops.flexops.int4_unpack.default(*weight, dtype, mxfp4)
+    return dense
 
 
 def _by_group(
@@ -125,10 +128,7 @@ def _forward(x: Tensor, *rest: Any) -> Tensor:
         return made
 
     def compute(rows: Tensor, matrix: Int4Weight, out: Tensor) -> None:
-        if mxfp4:
-            torch.mm(rows, _dense(matrix, True, x.dtype).t(), out=out)
-        else:
-            out.copy_(int4_linear(rows, matrix))
+        out.copy_(linear(rows, matrix, None, mxfp4))
 
     if _apart(x, weight, groups):
         return _by_group(x, rest, weight.n // groups, compute)

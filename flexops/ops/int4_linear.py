@@ -18,7 +18,8 @@ multiplied by the weight dequantized in registers, rounded to x's dtype.
 
 Kernels for CPUs multiply codes in the same way, or, without products of bfloat16, AVX-512 the
 weight dequantized in float32. Only more than 8 rows in bfloat16, with groups of 64 or 128, are
-multiplied by the rounded weight where AVX-512 has products of bfloat16.
+multiplied by the rounded weight where AVX-512 has products of bfloat16. They also multiply MXFP4's
+numbers (:mod:`.few_experts`), for :mod:`.int4_grouped_linear`.
 
 From some number of rows on, it is faster to dequantize the weight in memory and to call torch's
 product. Where codes are multiplied, an infinite element of x can make results NaN.
@@ -53,6 +54,8 @@ _COLUMNS = [
 neighbours of each 8, as operands of tensor cores have them, from the low and the high half of a
 word."""
 _POSITIONS = sorted(range(TILE_K), key=_COLUMNS.__getitem__)
+MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What codes of MXFP4 stand for, and with the highest bit the same below zero."""
 
 
 class Int4Weight(NamedTuple):
@@ -360,7 +363,7 @@ def check_packed(where: str, weight: Int4Weight) -> None:
             )
 
 
-def _check_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> None:
+def _check_linear(x: Tensor, weight: Int4Weight, bias: Tensor | None, _: bool) -> None:
     where = "flexops.int4_linear"
     check_tensor(where, "x", x, FLOAT_DTYPES)
     if x.dim() == 0 or x.shape[-1] != weight.k:
@@ -406,26 +409,37 @@ def _unpack_codes(packed: Tensor, n: int, k: int) -> Tensor:
     return codes[:n, :k]
 
 
-def _unpack_reference(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
+def unpack_reference(weight: Int4Weight, dtype: torch.dtype, mxfp4: bool = False) -> Tensor:
+    """:func:`unpack_int4` in plain PyTorch."""
     n, k, groups = weight.n, weight.k, weight.k // weight.group_size
-    data = _unpack_codes(weight.packed, n, k).float().unflatten(1, (groups, weight.group_size))
-    zero: Any = 8.0
-    if weight.zeros is not None:
-        zero = _unpack_groups(weight.zeros, n, groups).unsqueeze(-1)
-    values: Tensor = (data - zero) * _unpack_groups(weight.scales, n, groups).unsqueeze(-1)
+    codes = _unpack_codes(weight.packed, n, k)
+    if mxfp4:
+        table = torch.tensor([*MXFP4, *(-one for one in MXFP4)], device=codes.device)
+        data = table.index_select(0, codes.flatten().int()).view(n, groups, 32)
+    else:
+        data = codes.float().unflatten(1, (groups, weight.group_size))
+        zero: Any = 8.0
+        if weight.zeros is not None:
+            zero = _unpack_groups(weight.zeros, n, groups).unsqueeze(-1)
+        data = data - zero
+    values: Tensor = data * _unpack_groups(weight.scales, n, groups).unsqueeze(-1)
     return values.flatten(1).to(dtype).contiguous()
 
 
-def product_reference(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
+def product_reference(
+    x: Tensor, weight: Int4Weight, bias: Tensor | None, mxfp4: bool = False
+) -> Tensor:
     """:func:`int4_linear` in plain PyTorch."""
-    dense = _unpack_reference(weight, torch.float32)
+    dense = unpack_reference(weight, torch.float32, mxfp4)
     with torch.autocast(x.device.type, enabled=False):
         product = F.linear(x.float(), dense, None if bias is None else bias.float())
     result: Tensor = product.to(x.dtype).contiguous()
     return result
 
 
-def _linear(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Int4Weight, bias: Tensor | None, mxfp4: bool = False) -> Tensor:
+    """:func:`int4_linear` of checked arguments, without gradients. ``mxfp4``: codes are MXFP4's
+    numbers, in groups of 32 and without zero points; on a CPU only."""
     ops = torch.ops.flexops
     packed, scales, zeros, n, k, group_size = weight
     result: Tensor
@@ -435,16 +449,17 @@ def _linear(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
             x, *lists, None, 0.0, 0.0, None, 0, n, group_size, 0
         )
     elif x.numel() <= _most_rows(x, scales) * k:
-        result = ops.int4_product.default(x, packed, scales, zeros, bias, n, k, group_size, 0)
+        given = x, packed, scales, zeros, bias, n, k, group_size
+        result = ops.int4_product.default(*given, 0, mxfp4)
     else:
-        result = _dequantized(x, weight, bias).contiguous()
+        result = _dequantized(x, weight, bias, mxfp4).contiguous()
     return result
 
 
 _ELEMENTS_OF_A_PART = 1 << 21  # 4 MiB of 16 bits, which caches hold
 
 
-def _dequantized(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
+def _dequantized(x: Tensor, weight: Int4Weight, bias: Tensor | None, mxfp4: bool) -> Tensor:
     """torch's product with the weight in x's dtype; on a CPU with some rows of it at a time."""
     n, part = weight.n, max(_ELEMENTS_OF_A_PART // weight.k // TILE_N * TILE_N, TILE_N)
     if x.device.type == "cpu" and n > part:
@@ -458,9 +473,9 @@ def _dequantized(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
                 zeros=None if weight.zeros is None else weight.zeros[tiles],
                 n=rows.stop - first,
             )
-            products.append(_dequantized(x, some, None if bias is None else bias[rows]))
+            products.append(_dequantized(x, some, None if bias is None else bias[rows], mxfp4))
         return torch.cat(products, -1)
-    dense = torch.ops.flexops.int4_unpack.default(*weight, x.dtype)
+    dense = torch.ops.flexops.int4_unpack.default(*weight, x.dtype, mxfp4)
     with torch.autocast(x.device.type, enabled=False):
         return F.linear(x, dense, bias)
 
@@ -503,7 +518,7 @@ def _most_rows(x: Tensor, scales: Tensor) -> int:
 
 
 def _unpack_fake(packed: Tensor, *rest: Any) -> Tensor:
-    n, k, _, dtype = rest[2:]
+    n, k, _, dtype, *_ = rest[2:]
     return packed.new_empty([n, k], dtype=dtype)
 
 
@@ -539,7 +554,7 @@ def _backward_reference(grad: Tensor, *weight: Any) -> Tensor:
 
 
 def _grouped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of the arguments of an operator, ``function(x, weight, bias)``."""
+    """Of the arguments of an operator, ``function(x, weight, bias, mxfp4)``."""
 
     def call(
         x: Tensor,
@@ -551,15 +566,16 @@ def _grouped(function: Callable[..., Any]) -> Callable[..., Any]:
         k: int,
         group_size: int,
         _plan: int = 0,
+        mxfp4: bool = False,
     ) -> Any:
-        return function(x, Int4Weight(packed, scales, zeros, n, k, group_size), bias)
+        return function(x, Int4Weight(packed, scales, zeros, n, k, group_size), bias, mxfp4)
 
     return call
 
 
 define(
     "int4_unpack",
-    lambda *args: _unpack_reference(Int4Weight(*args[:6]), args[6]),
+    lambda *args: unpack_reference(Int4Weight(*args[:6]), *args[6:]),
     _unpack_fake,
     check=lambda *args: _check_unpack(Int4Weight(*args[:6]), args[6]),
     function="unpack_int4",
@@ -578,7 +594,7 @@ define(
 )
 define(
     "int4_linear",
-    _grouped(_linear),
+    _grouped(linear),
     _product_fake,
     check=_grouped(_check_linear),
     setup_context=_setup,
@@ -593,8 +609,12 @@ def self_check(device: str) -> float:
     to the largest element."""
     generator = torch.Generator().manual_seed(0)
     weight = quantize_int4(torch.randn(40, 192, generator=generator)).to(device)
-    pairs = [(unpack_int4(weight), _unpack_reference(weight, torch.float32))]
+    pairs = [(unpack_int4(weight), unpack_reference(weight, torch.float32))]
+    of_mxfp4 = quantize_int4(torch.randn(40, 192, generator=generator), 32, symmetric=True)
     for rows in (1, 5, 40):
         x = torch.randn(rows, 192, generator=generator).to(device)
         pairs.append((int4_linear(x, weight), product_reference(x, weight, None)))
+        if device == "cpu":
+            given = x, of_mxfp4, None, True
+            pairs.append((linear(*given), product_reference(*given)))
     return difference(*zip(*pairs, strict=True))

@@ -57,7 +57,7 @@ def test_a_product_is_the_references(m, n, k, group_size, symmetric, plan, dtype
         )
     else:
         out = torch.ops.flexops.int4_product(x, *weight[:3], bias, *weight[3:], plan)
-    exact = reference._unpack_reference(weight, torch.float32).double()
+    exact = reference.unpack_reference(weight, torch.float32).double()
     close(out, x.double() @ exact.t() + bias.double())
 
 
@@ -92,5 +92,5 @@ def test_norms_gates_and_residuals(rows, activation):
 def test_a_weight_is_unpacked_exactly(dtype):
     for n, k, group_size, symmetric in ((40, 96, 32, False), (17, 256, 128, True)):
         weight = weight_of(n, k, group_size, symmetric)
-        wanted = reference._unpack_reference(weight, dtype)
+        wanted = reference.unpack_reference(weight, dtype)
         assert torch.equal(flexops.unpack_int4(weight, dtype), wanted)

@@ -79,7 +79,7 @@ def wanted(phase: Phase, offset: float) -> Tensor:
         x = x * factor * (phase.norm.double() + offset)
     made = []
     for i, weight in enumerate(phase.weights):
-        dense = int4_linear._unpack_reference(weight, torch.float32)
+        dense = int4_linear.unpack_reference(weight, torch.float32)
         y = x @ dense.double().t() + (phase.biases[i].double() if phase.biases else 0)
         made.append(y.to(phase.out.dtype).double())
     if phase.activation:

@@ -28,7 +28,7 @@ def weight_of(
 
 def distance(out: torch.Tensor, x: torch.Tensor, weight: flexops.Int4Weight) -> float:
     """From float64's result, relative to its norm."""
-    wanted = x.double() @ module._unpack_reference(weight, torch.float32).double().t()
+    wanted = x.double() @ module.unpack_reference(weight, torch.float32).double().t()
     return float((out.double() - wanted).norm() / wanted.norm())
 
 

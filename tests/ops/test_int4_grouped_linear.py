@@ -3,6 +3,7 @@ what is rejected."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -22,14 +23,17 @@ def weight(symmetric: bool = False) -> flexops.Int4Weight:
     return flexops.quantize_int4(torch.randn(GROUPS * N, K), 32, symmetric)
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(("symmetric", "mxfp4"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_it_is_the_product_with_the_dequantized_weight(dtype, symmetric):
+def test_it_is_the_product_with_the_dequantized_weight(dtype, symmetric, mxfp4):
     packed = weight(symmetric)
-    dense = flexops.unpack_int4(packed, dtype).view(GROUPS, N, K)
+    if mxfp4:
+        packed = packed._replace(scales=packed.scales.bfloat16())
+    dense = (unpack_mxfp4 if mxfp4 else flexops.unpack_int4)(packed, dtype).view(GROUPS, N, K)
     x = torch.randn(11, K).to(dtype)
     results = []
-    for product, given in ((int4_grouped_linear, packed), (flexops.grouped_linear, dense)):
+    of_codes = functools.partial(int4_grouped_linear, mxfp4=mxfp4)
+    for product, given in ((of_codes, packed), (flexops.grouped_linear, dense)):
         rows = x.clone().requires_grad_()
         out = product(rows, given, ENDS)
         results.append((out, *torch.autograd.grad(out.float().square().sum(), rows)))
@@ -37,24 +41,6 @@ def test_it_is_the_product_with_the_dequantized_weight(dtype, symmetric):
     bound = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
     assert (found - wanted).norm() <= bound * wanted.norm()  # codes are multiplied, not values
     assert (of_x - of_other).norm() <= 2 * bound * of_other.norm()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_codes_of_mxfp4_are_its_numbers(dtype):
-    torch.manual_seed(0)
-    scales = torch.tensor([0.25, 0.5, 2.0]).bfloat16()[torch.randint(3, (GROUPS * N, K // 32))]
-    codes = torch.randint(16, (GROUPS * N, K)).to(torch.uint8)
-    packed = flexops.pack_int4(codes, scales, group_size=32)
-    dense = unpack_mxfp4(packed, dtype).view(GROUPS, N, K)
-    x = torch.randn(11, K).to(dtype)
-    rows, others = x.clone().requires_grad_(), x.clone().requires_grad_()
-    found = int4_grouped_linear(rows, packed, ENDS, mxfp4=True)
-    wanted = flexops.grouped_linear(others, dense, ENDS)
-    assert torch.equal(found, wanted)
-    for out in (found, wanted):
-        out.float().square().sum().backward()
-    assert rows.grad is not None
-    assert torch.equal(rows.grad, others.grad)
 
 
 def test_no_16_bit_weight_is_kept_for_the_backward_pass():

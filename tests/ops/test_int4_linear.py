@@ -90,7 +90,7 @@ def test_unpacked_values_are_those_of_the_formula(level, dtype, symmetric):
         parts = parts_of(n, k, group_size, symmetric)
         weight = flexops.pack_int4(*parts, group_size=group_size)
         wanted = formula(*parts, group_size, torch.float32).to(dtype)
-        assert torch.equal(module._unpack_reference(weight, dtype), wanted)
+        assert torch.equal(module.unpack_reference(weight, dtype), wanted)
         with isa_limit(level):
             assert torch.equal(flexops.unpack_int4(weight, dtype), wanted)
 
@@ -120,6 +120,79 @@ def test_products_are_those_of_the_unpacked_weight(level, dtype, symmetric):
                 rounded = F.linear(x.double(), dense.to(dtype).double(), bias.double())
                 wanted = min(wanted, rounded, key=lambda one: float((out - one).abs().sum()))
             close(out, wanted, dtype)
+
+
+def numbers_of_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
+    """By the formula, in float64: a sign, two bits of exponent, one of mantissa, and a scale."""
+    exponent, mantissa = (codes >> 1 & 3).double(), (codes & 1).double() / 2
+    size = torch.where(exponent > 0, (1 + mantissa) * (exponent - 1).exp2(), mantissa)
+    return size.where(codes < 8, -size) * scales.double().repeat_interleave(32, 1)
+
+
+def parts_of_mxfp4(n: int, k: int) -> tuple[Tensor, Tensor]:
+    codes, scales, _ = parts_of(n, k, 32, True)
+    return codes, (scales.float() * 16 - 8).round().exp2().bfloat16()
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("level", ISA_LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("of_scales", DTYPES, ids=str)
+def test_unpacked_values_of_mxfp4_are_its_numbers(level, dtype, of_scales):
+    for n, k in ((16, 64), (40, 672), (7, 96)):
+        codes, scales = parts_of_mxfp4(n, k)
+        if of_scales != torch.float16:
+            scales[:4, 0] = torch.tensor([2.0**-127, 2.0**-126, 2.0**126, 2.0**127])
+        codes[:4, :16] = torch.arange(16)  # the largest ones are infinite
+        weight = flexops.pack_int4(codes, scales.to(of_scales), group_size=32)
+        wanted = numbers_of_mxfp4(codes, scales).float().to(dtype)
+        bits = torch.int32 if dtype == torch.float32 else torch.int16  # zeros have signs
+        plain = module.unpack_reference(weight, dtype, True)
+        assert torch.equal(plain.view(bits), wanted.view(bits))
+        with isa_limit(level):
+            found = torch.ops.flexops.int4_unpack(*weight, dtype, True)
+        assert torch.equal(found.view(bits), wanted.view(bits))
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("level", ISA_LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_of_mxfp4_are_those_of_its_numbers(level, dtype):
+    for n, k in ((16, 64), (40, 672), (7, 96), (20, 2144)):
+        codes, scales = parts_of_mxfp4(n, k)
+        weight = flexops.pack_int4(codes, scales, group_size=32)
+        bias = random_x(n, dtype=dtype)
+        for rows in (*range(1, 10), 17, 37):  # above 32 the weight is unpacked
+            x = random_x(rows, k, dtype=dtype)
+            with isa_limit(level):
+                out = module.linear(x, weight, bias, mxfp4=True)
+            wanted = F.linear(x.double(), numbers_of_mxfp4(codes, scales), bias.double())
+            close(out, wanted, dtype)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("level", ISA_LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("exponent", [-127, -126, 126, 127])
+def test_products_of_mxfp4_with_the_smallest_and_largest_scales(level, dtype, exponent):
+    codes, _ = parts_of_mxfp4(20, 96)
+    codes &= 0b1011  # up to 1.5: larger ones are infinite in float32, too
+    scales = torch.full((20, 3), 2.0**exponent).bfloat16()
+    weight = flexops.pack_int4(codes, scales, group_size=32)
+    for rows in (1, 3, 9):
+        x = random_x(rows, 96, dtype=dtype) * 2.0 ** -(exponent // 2)
+        with isa_limit(level):
+            out = module.linear(x, weight, None, mxfp4=True)
+        close(out, x.double() @ numbers_of_mxfp4(codes, scales).t(), dtype)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_mxfp4_has_groups_of_32_and_no_zero_points(group_size):
+    weight = flexops.pack_int4(*parts_of(16, 128, group_size, False), group_size=group_size)
+    message = "MXFP4 has groups of 32 columns and no zero points"
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.flexops.int4_unpack(*weight, torch.float32, True)
 
 
 @pytest.mark.usefixtures("native")
@@ -179,6 +252,10 @@ def test_the_operators_pass_opcheck():
         x = random_x(rows, 128, dtype=torch.float32).requires_grad_()
         torch.library.opcheck(torch.ops.flexops.int4_linear.default, (x, *weight[:3], *arguments))
     torch.library.opcheck(torch.ops.flexops.int4_unpack.default, (*weight, torch.bfloat16))
+    weight = flexops.quantize_int4(random_x(20, 128, dtype=torch.float32), 32, symmetric=True)
+    torch.library.opcheck(torch.ops.flexops.int4_unpack.default, (*weight, torch.float16, True))
+    given = random_x(2, 128, dtype=torch.float32), *weight[:3], None, *weight[3:], 0, True
+    torch.library.opcheck(torch.ops.flexops.int4_product.default, given)
 
 
 def test_a_compiled_call_is_one_graph():

@@ -744,14 +744,15 @@ CATALOG: tuple[OpSpec, ...] = (
     _family(
         "int4_linear",
         _op(
-            f"int4_product(Tensor x, {_INT4}, Tensor? bias, {_INT4_SIZES}, int plan) -> Tensor",
+            f"int4_product(Tensor x, {_INT4}, Tensor? bias, {_INT4_SIZES}, int plan, bool"
+            " mxfp4=False) -> Tensor",
             dtypes={**_INT4_DTYPES, "bias": "x"},
             strided={"x": "aligned"},
             outputs=(Output("x[:-1], n", "x"),),
             hidden=True,
         ),
         _op(
-            f"int4_unpack({_INT4}, {_INT4_SIZES}, ScalarType dtype) -> Tensor",
+            f"int4_unpack({_INT4}, {_INT4_SIZES}, ScalarType dtype, bool mxfp4=False) -> Tensor",
             dtypes=_INT4_DTYPES,
             outputs=(Output("n, k", "dtype"),),
         ),
