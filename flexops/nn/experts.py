@@ -15,7 +15,7 @@ from ..ops._arguments import FLOAT_DTYPES
 from ..ops.activation import geglu, swiglu
 from ..ops.experts import Order, add_bias, check_choices, combine_rows, expert_order, spread_rows
 from ..ops.few_experts import check_mxfp4, few_experts_int4, fits_int4, weights_for
-from ..ops.int4_grouped_linear import int4_grouped_linear
+from ..ops.int4_grouped import int4_grouped_linear
 from ..ops.int4_linear import TILE_N, Int4Weight, quantize_int4
 from .expert_parts import few_options, flag, gate_of, has_flags, has_norm, parts_of
 

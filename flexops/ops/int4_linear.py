@@ -19,7 +19,7 @@ multiplied by the weight dequantized in registers, rounded to x's dtype.
 Kernels for CPUs multiply codes in the same way, or, without products of bfloat16, AVX-512 the
 weight dequantized in float32. Only more than 8 rows in bfloat16, with groups of 64 or 128, are
 multiplied by the rounded weight where AVX-512 has products of bfloat16. They also multiply MXFP4's
-numbers (:mod:`.few_experts`), for :mod:`.int4_grouped_linear`.
+numbers (:mod:`.few_experts`), for :mod:`.int4_grouped`.
 
 From some number of rows on, it is faster to dequantize the weight in memory and to call torch's
 product. Where codes are multiplied, an infinite element of x can make results NaN.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import flexops
 from flexops.ops.few_experts import unpack_mxfp4
-from flexops.ops.int4_grouped_linear import int4_grouped_linear
+from flexops.ops.int4_grouped import int4_grouped_linear
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

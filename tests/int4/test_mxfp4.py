@@ -21,7 +21,7 @@ import flexops
 from flexops.errors import PatchError
 from flexops.nn import Int4Experts
 from flexops.ops.few_experts import unpack_mxfp4
-from flexops.ops.int4_grouped_linear import int4_grouped_linear
+from flexops.ops.int4_grouped import int4_grouped_linear
 from flexops.patching import register_int4
 
 mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")

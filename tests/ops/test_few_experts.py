@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flexops
 from flexops.ops import few_experts as few
-from flexops.ops import int4_grouped_linear as grouped
+from flexops.ops import int4_grouped as grouped
 
 TOKENS, K, EXPERTS, HIDDEN, INNER = 3, 2, 4, 24, 16
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import flexops
 from flexops.ops import few_experts as few
 from flexops.ops.experts import expert_order
-from flexops.ops.int4_grouped_linear import int4_grouped_linear
+from flexops.ops.int4_grouped import int4_grouped_linear
 
 from .case import FLEXOPS, Case, Family, Function, Functions, Setup, forward_and_backward, library
 

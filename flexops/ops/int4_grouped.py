@@ -10,6 +10,7 @@ multiplied as those of :mod:`.grouped_linear`. On a CPU each group that has rows
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +20,10 @@ from torch import Tensor
 from ._arguments import FLOAT_DTYPES, check_tensor
 from ._declared import define
 from ._register import caller, check_places, has_native
+from ._self_check import Make, checking
 from .few_experts import check_mxfp4, unpack_mxfp4
 from .grouped_linear import HALVES, check_offsets, ends_of, product
-from .int4_linear import TILE_N, Int4Weight, check_packed, linear
+from .int4_linear import TILE_N, Int4Weight, check_packed, linear, quantize_int4, unpack_reference
 
 
 def int4_grouped_linear(
@@ -49,7 +51,7 @@ def int4_grouped_linear(
 
 
 def _check(x: Tensor, *rest: Any) -> None:
-    op = "flexops.ops.int4_grouped_linear"
+    op = "flexops.ops.int4_grouped.int4_grouped_linear"
     weight, offsets, mxfp4 = _weight(rest)
     check_tensor(op, "x", x, FLOAT_DTYPES, dims=2)
     check_packed(op, weight)
@@ -140,7 +142,7 @@ def _rows_reference(
     n: int, k: int, group_size: int, mxfp4: bool, _: int,
 ) -> Tensor:  # fmt: skip
     weight = Int4Weight(packed, scales, zeros, n * offsets.numel(), k, group_size)
-    dense = _dense(weight, mxfp4, torch.float32).view(-1, n, k)
+    dense = unpack_reference(weight, torch.float32, mxfp4).view(-1, n, k)
     return product(x.float(), dense, offsets).to(x.dtype)
 
 
@@ -192,3 +194,16 @@ define(
 define("int4_grouped_linear_backward", _backward, _backward_fake)
 define("int4_grouped_rows", _rows_reference, _rows_fake)
 _CALL = caller(torch.ops.flexops.int4_grouped_linear.default)
+
+
+@checking(of_halves=1 / 16)
+def self_check(make: Make) -> Any:
+    """Products of three groups, of which one is empty; with zero points, and of MXFP4."""
+    half: Any = functools.partial(make, dtype=torch.bfloat16)
+    x, weight = half(70, 128), half(3 * 48, 128) / 8
+    offsets = torch.tensor([20, 20, 60], dtype=torch.int32, device=x.device)
+    means: Any = torch.ops.flexops.int4_grouped_rows.default
+    return [
+        means(x, *quantize_int4(weight, size, mxfp4)[:3], offsets, 48, 128, size, mxfp4, 0)
+        for size, mxfp4 in ((64, False), (32, True))
+    ]

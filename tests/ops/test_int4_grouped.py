@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flexops
 from flexops.ops.few_experts import unpack_mxfp4
-from flexops.ops.int4_grouped_linear import int4_grouped_linear
+from flexops.ops.int4_grouped import int4_grouped_linear
 
 GROUPS, N, K = 3, 16, 64
 ENDS = torch.tensor([4, 4, 9], dtype=torch.int32)  # the last two of 11 rows are of no group
