@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +93,13 @@ def kind_of(value: object) -> str:
     return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
 
 
-def window_of(window: tuple[int | None, int | None]) -> tuple[int, int]:
+Window = Sequence[int | None] | Tensor
+"""Keys on the left and on the right that take part; None or -1: all."""
+
+
+def window_of(window: Window) -> tuple[int, int]:
+    if isinstance(window, Tensor) and window.dim() == 1 and not window.is_floating_point():
+        window = window.tolist()
     if (
         not isinstance(window, (tuple, list))
         or len(window) != 2

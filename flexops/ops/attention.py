@@ -31,6 +31,7 @@ from ._arguments import soft_cap
 from ._attention_checks import (
     HALVES,
     Options,
+    Window,
     autocast,
     check,
     declined,
@@ -69,7 +70,7 @@ def attention(
     *,
     causal: bool = False,
     scale: float | None = None,
-    window: tuple[int | None, int | None] | None = None,
+    window: Window | None = None,
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,

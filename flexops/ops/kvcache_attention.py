@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ._arguments import check_shape, check_tensor, soft_cap, whole
-from ._attention_checks import FLOATS, Options, declined, scale_of, window_of
+from ._attention_checks import FLOATS, Options, Window, declined, scale_of, window_of
 from ._attention_reference import reference as attention_reference
 from ._declared import define
 from ._multi_tensor import increment_versions
@@ -45,7 +45,7 @@ def attention_with_kvcache(
     block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int | None, int | None] = (-1, -1),
+    window_size: Window = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
@@ -81,6 +81,7 @@ def attention_with_kvcache(
         softmax_scale: None is ``head_dim ** -0.5``.
         causal: query ``i`` sees keys up to ``i + length + new - queries``.
         window_size: ``(left, right)`` keys around that position; None or -1: no limit on a side.
+            Of a tensor, as flash-attn's callers have it, both are read.
         softcap: ``score = softcap tanh(score / softcap)``; 0 leaves it out.
         rotary_interleaved: rotate neighbours (``2 i``, ``2 i + 1``), else halves (``i``,
             ``i + rotary_dim / 2``).
@@ -146,7 +147,7 @@ def _in_float32(of_heads: Tensor | None) -> Tensor | None:
     return of_heads.float() if halves else of_heads  # type: ignore[union-attr]
 
 
-def _window_of(window: tuple[int | None, int | None]) -> tuple[int, int]:
+def _window_of(window: Window) -> tuple[int, int]:
     try:
         return window_of(window)
     except ValueError:

@@ -229,6 +229,22 @@ def verify_that_backward_passes_notice_writes(device: str, dtype: torch.dtype) -
                 product.backward()
 
 
+@pytest.mark.parametrize("make", [torch.tensor, list])
+def test_a_window_may_be_a_tensor_or_a_list(make):
+    q, cache = torch.randn(1, 4, 2, 16), torch.randn(1, 40, 2, 16)
+    expected = flexops.attention_with_kvcache(q, cache, cache, window_size=(9, 3))
+    found = flexops.attention_with_kvcache(q, cache, cache, window_size=make([9, 3]))
+    assert torch.equal(found, expected)
+    assert torch.equal(flexops.attention(q, cache, cache, window=make([9, 3])), expected)
+
+
+@pytest.mark.parametrize("window", [torch.tensor([0.5, 1.0]), torch.tensor(3), (1, 2, 3)])
+def test_a_window_that_is_none_is_named(window):
+    q, cache = torch.randn(1, 4, 2, 16), torch.randn(1, 40, 2, 16)
+    with pytest.raises(ValueError, match="window_size must be two numbers of keys"):
+        flexops.attention_with_kvcache(q, cache, cache, window_size=window)
+
+
 def test_a_backward_pass_notices_that_a_cache_was_written():
     verify_that_backward_passes_notice_writes("cpu", torch.float32)
 
