@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from .layers import Store
 _decoders: weakref.WeakKeyDictionary[nn.Module, Decoder] = weakref.WeakKeyDictionary()
 """Beside the models, whose copies and pickles must not have graphs."""
 _GRANULE = 256
+_NO_SETTINGS = frozenset((dict, OrderedDict, set, type(None)))
+"""Of most attributes of a module; to skip them halves the time."""
 
 
 def decoder_of(model: nn.Module) -> Decoder:
@@ -42,10 +45,13 @@ class Decoder:
 
     Attributes:
         refused: why its step cannot be captured, once that was tried.
+        fills: for which state of the model it is known whether prompts can be filled up, and
+            whether they can (:mod:`.prompt`).
     """
 
     def __init__(self) -> None:
         self.refused = ""
+        self.fills: tuple[Any, bool] | None = None
         self._free: list[tuple[Any, Store]] = []
         self._generator: torch.Generator | None = None
 
@@ -81,7 +87,7 @@ class Decoder:
 
     def _take_back(self, state: Any, store: Store) -> None:
         """Of the latest one only."""
-        if store.graphs:
+        if store.graphs or store.seen:
             self._free = [(state, store)]
 
     def captured(
@@ -92,19 +98,21 @@ class Decoder:
         buffers: tuple[Tensor, ...],
         generator: torch.Generator | None = None,
     ) -> step.Graph | None:
-        """The graph of a step, captured if it is not there; None if it cannot be, which is said
-        once."""
-        outer = buffers[0].is_cuda and torch.cuda.is_current_stream_capturing()
-        if self.refused or outer:
+        """The graph of a prompt or a step, captured if it is not there; None if it cannot be, which
+        is said once."""
+        if self.refused or step.is_capturing(buffers[0]):
             return None
         graph: step.Graph | None = store.graphs.get(key)
         if graph is None:
             try:
                 graph = step.Graph(function, buffers, pool=store.pool(), generator=generator)
             except Exception as error:  # of any code of the model's
-                self.refused = f"capture failed: {_first_line(error)}"
+                what = {"prompt": " of a prompt", "chunk": " of several tokens"}.get(key[0], "")
+                reason = f"capture{what} failed: {_first_line(error)}"
+                if not what:
+                    self.refused = reason
                 device = buffers[0].device.type
-                loader.decline("generation", device, self.refused, fix="docs/inference.md")
+                loader.decline("generation", device, reason, fix="docs/inference.md")
                 return None
             store.graphs[key] = graph
         return graph
@@ -114,11 +122,15 @@ def fingerprint(model: nn.Module) -> int:
     """What a captured step depends on: where parameters are, and the modules' settings."""
     parts: list[Any] = [torch.is_autocast_enabled("cuda")]
     for module in model.modules():
-        parts.append(id(module.__dict__.get("forward")))
-        tensors = itertools.chain(module.parameters(False), module.buffers(False))
-        parts += [(one.data_ptr(), one.shape, one.dtype, one.device) for one in tensors]
-        for name, value in module.__dict__.items():
-            if isinstance(value, bool | int | float | str):
+        settings = module.__dict__
+        parts.append(id(settings.get("forward")))
+        for one in itertools.chain(module._parameters.values(), module._buffers.values()):
+            if one is not None:
+                parts.append((one.data_ptr(), one.shape, one.dtype, one.device))
+        for name, value in settings.items():
+            if type(value) in _NO_SETTINGS:
+                continue
+            if isinstance(value, (int, float, str)):
                 parts.append((name, value))
             elif type(value) in (list, tuple) and all(isinstance(one, str) for one in value):
                 parts.append((name, *value))

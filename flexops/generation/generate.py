@@ -89,6 +89,8 @@ def generate(
         )
     else:
         mine.serve(model, cache)
+    if step.refusal(model):
+        cache.decoder = None
     if seed is not None:
         generator = mine.generator(input_ids.device).manual_seed(seed)
     with step.untracked():
@@ -248,17 +250,17 @@ class _Run:
 
     def _stepper(self, mask: Tensor | None) -> Callable[[int], None]:
         """What takes a step, given how many tokens there are."""
-        if step.refusal(self.model):
-            return self._plain_stepper(mask, self.cache.length)
         cache, buffers = self.cache, self.buffers
+        if cache.decoder is None:
+            return self._plain_stepper(mask, cache.length)
         store = cache.store
         store.place(cache.length, mask)
         state = (store.lengths, buffers.finished, buffers.tokens, buffers.last, buffers.at)
-        captures = decoder.captures(buffers.tokens.device) and not cache.decoder.refusal(self.model)
+        captures = decoder.captures(buffers.tokens.device) and not cache.decoder.refused
 
         def compute(bucket: int) -> None:
             with store.stepping(bucket):
-                self._choose(step.logits_of(self.model, self.model, cache, buffers.last))
+                self._choose(step.logits_of(self.model, self.model, cache, buffers.last)[:, -1])
 
         instead: list[Callable[[int], None]] = []
 

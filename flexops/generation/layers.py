@@ -34,7 +34,8 @@ class Store:
         padding: int32 ``[batch]``, on the device: how many tokens at the left take no part.
         bucket: how many tokens a decode step looks at; 0 outside of a step.
         known: how many tokens the device counts; -1: it was not told.
-        graphs: captured steps.
+        graphs: captured prompts and steps.
+        seen: prompts that may be captured when they come again.
         inputs: what they read, by the kind of step.
         tables: of rotary embeddings.
         workspace: of the kernel for several products (:mod:`.chain`).
@@ -48,6 +49,7 @@ class Store:
         self.padding: Tensor | None = None
         self.bucket, self.known = 0, -1
         self.graphs: dict[Any, Any] = {}
+        self.seen: set[Any] = set()
         self.inputs: dict[str, Any] = {}
         self.tables = Tables(max_length)
         self.workspace: Tensor | None = None
@@ -222,17 +224,17 @@ class KVCacheLayer(CacheLayerMixin):
         sinks: Tensor | None,
         rotary: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        """Append one token and attend, without knowing on the host how many there are.
+        """Append tokens and attend, without knowing on the host how many there are.
 
         Args:
-            query: ``[batch, heads, 1, head_dim]``; ``key`` and ``value`` of the new token, with
+            query: ``[batch, heads, new, head_dim]``; ``key`` and ``value`` of the new tokens, with
                 ``kv_heads``.
-            window: how many tokens it sees, with itself; None: all.
+            window: how many tokens each sees, with itself; None: all.
             rotary: tables of cosines and sines, ``[positions, rotary_dim / 2]``, where query and
                 key are not rotated yet.
 
         Returns:
-            ``[batch, 1, heads, head_dim]``.
+            ``[batch, new, heads, head_dim]``.
         """
         self.pending = False
         cos, sin = rotary if rotary is not None else (None, None)
@@ -255,7 +257,9 @@ class KVCacheLayer(CacheLayerMixin):
         self, query: Tensor, key: Tensor, value: Tensor, cos: Any, sin: Any, **options: Any
     ) -> Tensor:
         keys, values = (kept[:, : self.store.bucket] for kept in self._kept())
-        if state.queue is not None and options["softcap"] == 0.0 and options["sinks"] is None:
+        several = query.shape[1] > 1
+        special = several or options["softcap"] != 0.0 or options["sinks"] is not None
+        if state.queue is not None and not special:
             rotary = None if cos is None else (cos, sin)
             lengths = self.store.lengths, self.store.padding
             given = query, key, value, keys, values, rotary, lengths
@@ -273,6 +277,7 @@ class KVCacheLayer(CacheLayerMixin):
             sin,
             cache_seqlens=self.store.lengths,
             cache_leftpad=self.store.padding,
+            causal=several,
             **options,
         )
         assert isinstance(result, Tensor)

@@ -35,13 +35,14 @@ def prepare(
     max_cache_length: int,
     *more: Any,
     refuse: Any = None,
+    of_length: Any = None,
     **named: Any,
 ) -> Any:
     """transformers' method: puts the cache for a call of ``generate`` among its arguments."""
     from .cache import KVCache
     from .decoder import captures, decoder_of
 
-    del refuse  # for step.refusal
+    del refuse, of_length  # for step.refusal and step.depends_on_length
     asked = generation_config.cache_implementation
     given = cache_of(model_kwargs)
     automatic = asked is None and captures(model.device) and not generation_config.is_assistant
@@ -105,50 +106,56 @@ def _fits(model: Any, batch: int, length: int) -> bool:
 
 
 def forward(module: Any, *args: Any, inner: Any = None, **kwargs: Any) -> Any:
-    """The model's forward pass; a decode step of ``generate`` by a graph."""
+    """The model's forward pass; prompts and decode steps of ``generate`` by graphs."""
     cache = cache_of(kwargs)
     served = getattr(cache, "decoder", None) is not None and not cache.store.bucket
     if served and not args:
-        result = _step(module, inner, cache, kwargs)
+        result = _by_graph(module, inner, cache, kwargs)
         if result is not None:
             return result
     own = inner if inner is not None else functools.partial(type(module).forward, module)
     return own(*args, **kwargs)
 
 
-def _step(module: Any, inner: Any, cache: Any, kwargs: dict[str, Any]) -> Any:
-    """A step by a graph; None if this call is none."""
-    tokens, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
-    positions = kwargs.get("position_ids")
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.shape[1] != 1:
+def _by_graph(module: Any, inner: Any, cache: Any, kwargs: dict[str, Any]) -> Any:
+    """A prompt or a step by a graph; None if this call is none."""
+    from . import prompt, replay
+    from .decoder import captures
+
+    tokens = kwargs.get("input_ids")
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not _is_plain(module, kwargs):
         return None
+    keep = kwargs.get("logits_to_keep", 0)
+    if type(keep) is not int or not captures(module.device):
+        return None
+    own = inner if inner is not None else functools.partial(type(module).forward, module)
+    compute: Any = replay.replay if cache.length else prompt.logits_of
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    logits = compute(module, own, cache, tokens, mask, positions, keep)
+    if logits is None:
+        return None
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    return CausalLMOutputWithPast(**{"logits": logits, cache_name(): cache})
+
+
+def _is_plain(module: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call asks for logits only."""
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     config = module.config
-    plain = (
-        cache.length > 0
-        and not torch.is_grad_enabled()
+    return bool(
+        not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
         and kwargs.get("return_dict", True)
         and kwargs.get("use_cache", True)
         and not config.output_attentions
         and not config.output_hidden_states
         and (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2))
-        and (positions is None or (positions.dim() == 2 and positions.shape[1] == 1))
+        and (positions is None or positions.dim() == 2)
         and all(
             value is None or value is False
             for name, value in kwargs.items()
             if name not in _INPUTS and name not in _NO_EFFECT
         )
         and kwargs.get("inputs_embeds") is None
-        and cache.length < cache.max_length
     )
-    if not plain:
-        return None
-    own = inner if inner is not None else functools.partial(type(module).forward, module)
-    from . import replay
-
-    logits: Any = replay.replay(module, own, cache, tokens, mask, positions)
-    if logits is None:
-        return None
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
-    return CausalLMOutputWithPast(**{"logits": logits, cache_name(): cache})

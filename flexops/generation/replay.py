@@ -1,4 +1,5 @@
-"""A decode step of ``model.generate``, by a graph: tokens in, logits out."""
+"""A step of ``model.generate``, by a graph: tokens behind those of the cache in, logits out. There
+are several tokens where candidates are tried, and where a conversation goes on."""
 
 from __future__ import annotations
 
@@ -8,8 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import step
+from . import prompt, step
 from .cache import KVCache
+from .layers import Store
+
+MOST_TOKENS = 256
+"""Of a sequence; more are computed as the model's code does."""
+_CANDIDATES = 32
+"""Up to so many tokens are captured at once: candidates come again and again."""
+
+
+def width_of(tokens: int) -> int:
+    """How many tokens a step of so many is filled up to."""
+    if tokens > _CANDIDATES:
+        return prompt.filled_length(tokens)
+    return 1 << (tokens - 1).bit_length()
 
 
 def replay(
@@ -19,54 +33,83 @@ def replay(
     tokens: Tensor,
     mask: Tensor | None,
     positions: Tensor | None,
+    keep: int,
 ) -> Tensor | None:
-    """The logits behind one more token, ``[batch, 1, words]``; None if no graph gives them.
+    """The logits behind more tokens, ``[batch, new, words]``; None if no graph gives them.
 
     Args:
+        tokens: ``[batch, new]``.
         mask: as of transformers, ``[batch, tokens so far]``.
-        positions: ``[batch or 1, 1]``, padding left out; None: none is. Both are looked at in the
+        positions: ``[batch or 1, new]``, padding left out; None: none is. Both are looked at in the
             first step after a prompt; then one grows by ones, the other is the next, as in
             ``generate``.
+        keep: behind how many of the new tokens; 0: all.
     """
-    store, length = cache.store, cache.length
+    store, length, new = cache.store, cache.length, tokens.shape[1]
+    width = width_of(new)
     if tokens.shape[0] != store.batch or store.lengths is None:
         return None
+    if new > MOST_TOKENS or length + width > cache.max_length:
+        return None
+    if width > 1 and type(store) is not Store:
+        return None
     with step.untracked():
-        if store.known != length and not _look(cache, mask, positions):
+        if width > 1 and not prompt.can_fill(model, forward, cache):
             return None
-        bucket = step.bucket_of(length + 1, cache.max_length)
-        if "step" not in store.inputs:
-            store.inputs["step"] = torch.zeros_like(tokens)
-        last = store.inputs["step"]
+        if store.known != length and not _look(cache, mask, positions, new):
+            return None
+        bucket = step.bucket_of(length + width, cache.max_length)
+        given = prompt.filled_up(tokens, width) if width > 1 else (tokens,)
+        name = f"step of {width}"
+        if name not in store.inputs:
+            store.inputs[name] = tuple(map(torch.clone, given))
+        kept = store.inputs[name]
+        named = {"logits_to_keep": kept[1]} if width > 1 and keep == 1 else {}
 
         def compute() -> Tensor:
             with store.stepping(bucket):
-                return step.logits_of(model, forward, cache, last)
+                return step.logits_of(model, forward, cache, kept[0], **named)
 
-        last.copy_(tokens)
-        key = ("step", cache.state, bucket)
-        graph = cache.decoder.captured(store, key, compute, (store.lengths,))
-        if graph is None:
-            cache.decoder = None
-            return None
-        logits: Tensor = graph.replay()
-    cache.advance(1)
-    store.known = length + 1
-    return logits[:, None].clone()
+        for to, one in zip(kept, given, strict=True):
+            to.copy_(one)
+        key = ("step" if width == 1 else "chunk", cache.state, width, len(named), bucket)
+        if width > _CANDIDATES and key not in store.seen:
+            store.seen.add(key)
+            logits = compute()
+        else:
+            graph = cache.decoder.captured(store, key, compute, (store.lengths,))
+            if graph is None:
+                _give_up(cache, width)
+                return None
+            logits = graph.replay().clone()
+    cache.advance(new)
+    store.known = length + new if new == width else -1
+    return logits if named else logits[:, new - min(keep or new, new) : new]
 
 
-def _look(cache: KVCache, mask: Tensor | None, positions: Tensor | None) -> bool:
+def _give_up(cache: KVCache, width: int) -> None:
+    """Capture has failed."""
+    if width == 1:
+        cache.decoder = None
+    else:
+        cache.decoder.fills = cache.state, False
+        cache.store.known = -1
+
+
+def _look(cache: KVCache, mask: Tensor | None, positions: Tensor | None, new: int) -> bool:
     """Tell the device how many tokens there are, and which are padding; False if those are not at
     the left, or positions are not those of tokens behind them."""
     store, length = cache.store, cache.length
     expected: Any = length
     if mask is not None:
         seen = mask.bool()
-        if seen.shape[1] != length + 1 or not bool((seen[:, 1:] >= seen[:, :-1]).all()):
+        if seen.shape[1] != length + new or not bool((seen[:, 1:] >= seen[:, :-1]).all()):
             return False
-        expected = seen.sum(-1, keepdim=True) - 1
-    given = length if positions is None else positions
-    if not bool(torch.as_tensor(expected == given).all()):
+        expected = seen.sum(-1, keepdim=True) - new
+    assert store.lengths is not None
+    following = torch.arange(new, device=store.lengths.device)
+    given = length + following if positions is None else positions
+    if given.shape[-1] != new or not bool((given == expected + following).all()):
         return False
     store.place(length, mask)
     return True

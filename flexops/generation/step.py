@@ -1,4 +1,4 @@
-"""One decode step, captured into a CUDA graph."""
+"""One step of few tokens, captured into a CUDA graph."""
 
 from __future__ import annotations
 
@@ -34,18 +34,34 @@ def refusal(model: Any) -> str:
     return str(refuse(model)) if refuse else "flexops.patch has not prepared it"
 
 
-def logits_of(model: Any, forward: Callable[..., Any], cache: Any, tokens: Tensor) -> Tensor:
-    """Append ``tokens``, ``[batch, 1]``, to the cache, on the device only, and give the logits
-    behind them, ``[batch, words]``. Positions leave padding out, as transformers' own do in
-    ``generate``."""
-    store = cache.store
+def depends_on_length(model: Any) -> str:
+    """What in a model depends on the length of a prompt; "" if nothing is known to."""
+    return str(getattr(vars(model).get(HOOK), "keywords", {}).get("of_length") or "")
+
+
+def is_capturing(like: Tensor) -> bool:
+    """Whether who calls captures a graph."""
+    return like.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def logits_of(
+    model: Any, forward: Callable[..., Any], cache: Any, tokens: Tensor, **keep: Any
+) -> Tensor:
+    """Append ``tokens``, ``[batch, new]``, to the cache, on the device only, and give the logits
+    behind each, ``[batch, new, words]``, or those that ``logits_to_keep`` names. Positions leave
+    padding out, as transformers' own do in ``generate``."""
+    store, new = cache.store, tokens.shape[1]
+    positions = (store.lengths - store.padding).long()[:, None]
+    if new > 1:
+        positions = positions + torch.arange(new, device=tokens.device)
     with state.step(store.tables), chain.deferring(model, store, tokens):
         output = forward(
             input_ids=tokens,
             attention_mask=state.nothing_hidden(tokens),
-            position_ids=(store.lengths - store.padding).long()[:, None],
+            position_ids=positions,
             use_cache=True,
             return_dict=True,
+            **keep,
             **{cache_name(): cache},
         )
         missed = state.is_unfinished() or any(layer.pending for layer in cache.layers)
@@ -53,8 +69,8 @@ def logits_of(model: Any, forward: Callable[..., Any], cache: Any, tokens: Tenso
         raise GenerationError(
             f"{type(model).__name__} does not attend by flexops' attention in all of its layers"
         )
-    store.lengths.add_(1)
-    found: Tensor = output.logits[:, -1]
+    store.lengths.add_(new)
+    found: Tensor = output.logits
     return found
 
 

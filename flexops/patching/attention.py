@@ -436,7 +436,7 @@ def _attention_of(model: Any) -> Any:
 
 def _is_attention_of(part: Any, model: Any) -> bool:
     """Whether it looks its function up in the model's config: a wrapper's models have their own."""
-    return eager_of(type(part)) is not None and getattr(part, "config", None) is model.config
+    return getattr(part, "config", None) is model.config and eager_of(type(part)) is not None
 
 
 def _packs(model: Any) -> bool:

@@ -15,6 +15,7 @@ from ..nn.linears import function_of
 from ..ops._attention_checks import MOST_COLUMNS
 from ..report import Row
 from . import attention as attending
+from . import rope
 from .forwards import OfModel
 
 
@@ -31,12 +32,15 @@ def switch(model: Any, reason: str) -> Row | None:
         inner = model.__dict__.get("forward")
         model.__dict__["forward"] = OfModel(forward, model, inner=inner)
     refuse = functools.partial(refusal_now, before=reason)
-    model.__dict__[step.HOOK] = functools.partial(prepare, model, refuse=refuse)
+    of_length = "".join(filter(None, map(rope.refusal, model.modules())))
+    hook = functools.partial(prepare, model, refuse=refuse, of_length=of_length)
+    model.__dict__[step.HOOK] = hook
     return Row(type(model).__name__, 1, "generation: one graph per token", not reason, reason)
 
 
-def refusal(model: Any) -> str:
-    """Why a model's decode step cannot keep its lengths on the device; "" if it can."""
+def refusal(model: Any, *, again: bool = False) -> str:
+    """Why a model's decode step cannot keep its lengths on the device; "" if it can.
+    ``again``: only what may have changed since the patch."""
     base = getattr(model, "base_model", None)
     config = getattr(model, "config", None)
     if base is None or config is None:
@@ -46,7 +50,7 @@ def refusal(model: Any) -> str:
     if not attending.is_switched(base):
         inside = any(attending.is_switched(part) for part in base.modules())
         return "it reads more than text" if inside else "its attention is not flexops'"
-    changing = attending.changes_cache(base)
+    changing = "" if again else attending.changes_cache(base)
     if changing:
         return f"{changing} changes what it reads from a cache, or its mask"
     text = config.get_text_config(decoder=True)
@@ -75,7 +79,7 @@ def heard(model: nn.Module) -> str:
 
 def refusal_now(model: Any, before: str) -> str:
     """The same, with what may change after the patch; ``before``: why it could not be patched."""
-    return before or refusal(model) or heard(model)
+    return before or refusal(model, again=True) or heard(model)
 
 
 def is_switched(model: Any) -> bool:

@@ -2,9 +2,54 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+
+from flexops.generation import decoder, step
+from flexops.generation.layers import Store
 
 
 @pytest.fixture(autouse=True)
 def _needs(transformers_models: None) -> None:
     pass
+
+
+class Eager:
+    """In the place of a graph: each replay computes."""
+
+    made = 0
+    function: Any = None
+
+    def __init__(self, function: Any, state: Any, *, generator: Any, **_: Any) -> None:
+        Eager.made += 1
+        drawn = None if generator is None else generator.get_state()
+        before = [one.clone() for one in state]
+        function()
+        for one, kept in zip(state, before, strict=True):
+            one.copy_(kept)
+        if drawn is not None:
+            generator.set_state(drawn)
+
+    def replay(self) -> Any:
+        function, self.function = self.function, None
+        return function()
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> type[Eager]:
+    """Prompts and steps are "captured" on the CPU, too."""
+    captured = decoder.Decoder.captured
+
+    def current(self: Any, store: Any, key: Any, function: Any, *more: Any) -> Any:
+        graph = captured(self, store, key, function, *more)
+        if isinstance(graph, Eager):
+            graph.function = function
+        return graph
+
+    monkeypatch.setattr(step, "Graph", Eager)
+    monkeypatch.setattr(decoder.Decoder, "captured", current)
+    monkeypatch.setattr(decoder, "captures", lambda _: True)
+    monkeypatch.setattr(Store, "pool", lambda _: None)
+    Eager.made = 0
+    return Eager

@@ -17,7 +17,6 @@ from transformers.generation import configuration_utils
 import flexops
 from flexops.errors import GenerationError
 from flexops.generation import decoder, step
-from flexops.generation.layers import Store
 from flexops.generation.sampling import Sampling
 from flexops.patching import rope
 
@@ -98,46 +97,6 @@ def test_a_cache_goes_into_transformers_generate(name, patched, beams):
     assert cache.length == 8 + NEW
 
 
-class Eager:
-    """In the place of a graph: each replay computes."""
-
-    made = 0
-    function: Any = None
-
-    def __init__(self, function: Any, state: Any, *, generator: Any, **_: Any) -> None:
-        Eager.made += 1
-        drawn = None if generator is None else generator.get_state()
-        before = [one.clone() for one in state]
-        function()
-        for one, kept in zip(state, before, strict=True):
-            one.copy_(kept)
-        if drawn is not None:
-            generator.set_state(drawn)
-
-    def replay(self) -> Any:
-        function, self.function = self.function, None
-        return function()
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> type[Eager]:
-    """Steps are "captured" on the CPU, too."""
-    captured = decoder.Decoder.captured
-
-    def current(self: Any, store: Any, key: Any, function: Any, *more: Any) -> Any:
-        graph = captured(self, store, key, function, *more)
-        if isinstance(graph, Eager):
-            graph.function = function
-        return graph
-
-    monkeypatch.setattr(step, "Graph", Eager)
-    monkeypatch.setattr(decoder.Decoder, "captured", current)
-    monkeypatch.setattr(decoder, "captures", lambda _: True)
-    monkeypatch.setattr(Store, "pool", lambda _: None)
-    Eager.made = 0
-    return Eager
-
-
 CAPTURED = [name for name in NAMES if name != "gpt_oss"]
 
 
@@ -163,10 +122,10 @@ def test_memory_and_graphs_serve_the_next_call(graphs):
     flexops.patch(model)
     first = plain(model, inputs, eos_token_id=None)
     assert torch.equal(plain(model, inputs, eos_token_id=None), first)
-    assert graphs.made == 1
+    assert graphs.made == 2  # a step, and a prompt that came again
     flexops.generate(model, **inputs, max_new_tokens=NEW)
     flexops.generate(model, **inputs, max_new_tokens=NEW - 3)
-    assert graphs.made == 2
+    assert graphs.made == 3
 
 
 @pytest.mark.parametrize(
@@ -210,6 +169,8 @@ def test_hooks_are_called(graphs):
     model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
     plain(model, inputs, eos_token_id=None)
     assert (graphs.made, len(calls)) == (0, NEW)
+    flexops.generate(model, **inputs, max_new_tokens=NEW, eos_token_id=())
+    assert (graphs.made, len(calls)) == (0, 2 * NEW)
 
 
 @pytest.mark.usefixtures("graphs")
@@ -229,17 +190,16 @@ def test_what_cannot_be_captured_runs_as_before(said, monkeypatch):
     assert torch.equal(found, expected)
 
 
-@pytest.mark.usefixtures("graphs")
-def test_graphs_do_not_travel():
+def test_graphs_do_not_travel(graphs):
     # not Llama: where HF's kernels are installed, its attention cannot be pickled
     model, inputs = tiny.model("phi3").eval(), prompts()
     flexops.patch(model)
     expected = plain(model, inputs, eos_token_id=None)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert copied not in decoder._decoders
-        Eager.made = 0
+        graphs.made = 0
         assert torch.equal(plain(copied, inputs, eos_token_id=None), expected)
-        assert Eager.made == 1
+        assert graphs.made == 1
     flexops.unpatch(model)
     assert model not in decoder._decoders
     assert "_prepare_cache_for_generation" not in model.__dict__

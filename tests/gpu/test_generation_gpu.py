@@ -71,7 +71,8 @@ def test_captured_steps_give_likely_tokens(name, padding):
         generate(model, inputs),
         flexops.generate(model, **inputs, max_new_tokens=NEW, eos_token_id=()),
     )
-    assert {key[0] for key in graphs(model)} == {"step", "tokens"}
+    captured = {"step", "tokens"} if padding else {"prompt", "step", "tokens"}
+    assert {key[0] for key in graphs(model)} == captured
     assert not decoder.decoder_of(model).refused
     flexops.unpatch(model)
     for tokens in found:
@@ -106,7 +107,8 @@ def test_what_stands_around_attention(name, reason):
         generate(model, inputs),
         flexops.generate(model, **inputs, max_new_tokens=NEW, eos_token_id=()),
     )
-    assert {key[0] for key in graphs(model)} == (set() if reason else {"step", "tokens"})
+    captured = set() if reason else {"prompt", "step", "tokens"}
+    assert {key[0] for key in graphs(model)} == captured
     assert not decoder.decoder_of(model).refused
     flexops.unpatch(model)
     for tokens in found:
@@ -114,6 +116,56 @@ def test_what_stands_around_attention(name, reason):
             assert torch.equal(tokens, expected)
         else:
             assert_likely(model, tokens, inputs)
+
+
+@pytest.mark.parametrize("length", [9, 32, 300])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_prompts_are_filled_up_and_captured(name, length):
+    """The graph gives what the first prompt of that length got, and the plain model's logits."""
+    model = made(name, max_position_embeddings=512)
+    ids = torch.randint(3, 97, (2, length), generator=torch.Generator().manual_seed(1)).cuda()
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    expected = logits(model, ids, inputs["attention_mask"])[:, -1]
+    flexops.patch(model)
+    options = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 2}
+    first, captured, again = (generate(model, inputs, **options).logits for _ in range(3))
+    assert {key[0] for key in graphs(model)} == {"prompt", "step"}
+    for one, two, three in zip(first, captured, again, strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(two, three)
+    assert (first[0] - expected).abs().max() <= 0.03 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_conversation_goes_on(name):
+    """Turns of few and of many tokens behind those of a cache, twice: the second time by graphs."""
+    model = made(name, max_position_embeddings=2048)
+    generator = torch.Generator().manual_seed(1)
+    turns = [torch.randint(3, 97, (1, n), generator=generator).cuda() for n in (20, 3, 70, 11, 150)]
+    flexops.patch(model)
+    found: list[Tensor] = []
+    for _ in range(2):
+        cache = decoder.decoder_of(model).borrow(model, 1, 512)
+        ids = turns[0][:, :0]
+        for turn in turns:
+            ids = torch.cat([ids, turn], 1)
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            ids = generate(model, inputs, past_key_values=cache, max_new_tokens=8)
+        found.append(ids)
+        del cache, inputs
+    assert {key[0] for key in graphs(model)} == {"prompt", "step", "chunk"}
+    assert not decoder.decoder_of(model).refused
+    assert torch.equal(*found)
+    flexops.unpatch(model)
+    begin = 0
+    scores = logits(model, found[0], torch.ones_like(found[0]))
+    for turn in turns:
+        begin += turn.shape[1]
+        new = found[0][:, begin : begin + 8]
+        behind = scores[:, begin - 1 : begin + 7]
+        missing = behind.max(-1).values - behind.gather(-1, new[..., None]).squeeze(-1)
+        assert (missing <= 0.06 * behind.abs().amax(-1)).all(), missing.max()
+        begin += 8
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
@@ -128,12 +180,13 @@ def test_beams_and_candidates(options):
 def test_weights_may_change_in_place():
     model, inputs = made(), prompts()
     flexops.patch(model)
+    generate(model, inputs)
     before = generate(model, inputs)
     count = len(graphs(model))
     other = made(initializer_range=0.5)
     model.load_state_dict(other.state_dict())
     found = generate(model, inputs)
-    assert len(graphs(model)) == count == 1
+    assert len(graphs(model)) == count == 2
     assert not torch.equal(found, before)
     flexops.patch(other)
     assert torch.equal(found, generate(other, inputs))

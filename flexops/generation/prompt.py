@@ -1,0 +1,134 @@
+"""A prompt: filled up at its end to one of few lengths, and from the second of a length on computed
+by a CUDA graph. The host takes longer to launch the kernels of a short prompt than a GPU takes to
+compute them.
+
+Tokens behind a prompt must not change its logits, which is measured once for a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import step
+from .cache import KVCache
+from .layers import Store
+from .names import cache_name
+from .state import nothing_hidden
+
+MOST_TOKENS = 2048
+"""Of a batch; with more, a GPU computes for as long as the host takes."""
+_MEASURED = 32
+
+
+def filled_length(tokens: int) -> int:
+    """How many tokens a prompt of so many is filled up to."""
+    granule = 32 if tokens <= 256 else 64 if tokens <= 512 else 128
+    return -(-tokens // granule) * granule
+
+
+def logits_of(
+    model: Any,
+    forward: Callable[..., Any],
+    cache: KVCache,
+    tokens: Tensor,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    keep: int,
+) -> Tensor | None:
+    """The logits behind a prompt, ``[batch, 1, words]``, whose keys and values the empty cache then
+    has; None, and an empty cache, if the prompt cannot be filled up.
+
+    Args:
+        tokens: ``[batch, length]``.
+        mask: as of transformers, ``[batch, length]``.
+        positions: ``[batch or 1, length]``; None: none is padding.
+        keep: behind how many tokens logits are asked for: 1, or None is given.
+    """
+    store, decoder = cache.store, cache.decoder
+    batch, length = tokens.shape
+    filled = filled_length(length)
+    if keep != 1 or batch * filled > MOST_TOKENS or filled > cache.max_length:
+        return None
+    if type(store) is not Store or store.batch not in (-1, batch):
+        return None
+    if decoder.refused or step.is_capturing(tokens):
+        return None
+
+    def compute(padded: Tensor, last: Tensor) -> Tensor:
+        cache.crop_to(0)
+        named = {cache_name(): cache, "use_cache": True}
+        return _logits(forward, padded, last, named)
+
+    with step.untracked():
+        if not _is_usual(mask, positions, length) or not can_fill(model, forward, cache):
+            return None
+        given = filled_up(tokens, filled)
+        key = ("prompt", cache.state, filled)
+        if key not in store.seen:
+            store.seen.add(key)
+            logits = compute(*given)
+        else:
+            kept = store.inputs.setdefault(f"prompt of {filled}", given)
+            for to, new in zip(kept, given, strict=True):
+                to.copy_(new)
+            assert store.lengths is not None
+            graph = decoder.captured(store, key, lambda: compute(*kept), (store.lengths,))
+            cache.crop_to(0)
+            if graph is None:
+                decoder.fills = cache.state, False
+                return None
+            logits = graph.replay().clone()
+    cache.crop_to(0)
+    cache.advance(length)
+    return logits
+
+
+def filled_up(tokens: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Tokens with copies of the last one behind them, ``[batch, length]``, and where that is."""
+    new = tokens.shape[1]
+    padded = torch.cat((tokens, tokens[:, -1:].expand(-1, length - new)), 1)
+    return padded, torch.full((1,), new - 1, device=tokens.device)
+
+
+def _logits(
+    forward: Callable[..., Any], tokens: Tensor, last: Tensor, named: dict[str, Any]
+) -> Tensor:
+    hides = {"attention_mask": nothing_hidden(tokens), "return_dict": True}
+    output = forward(input_ids=tokens, logits_to_keep=last, **hides, **named)
+    found: Tensor = output.logits
+    return found
+
+
+def _is_usual(mask: Tensor | None, positions: Tensor | None, length: int) -> bool:
+    """Whether no token is padding, and positions are those of all tokens."""
+    if mask is not None and (mask.shape[1] != length or not bool(mask.all())):
+        return False
+    if positions is None:
+        return True
+    expected = torch.arange(length, device=positions.device)
+    return positions.shape[1] == length and bool((positions == expected).all())
+
+
+def can_fill(model: Any, forward: Callable[..., Any], cache: KVCache) -> bool:
+    """Whether a model's tokens can be filled up: others behind them do not change their logits."""
+    decoder = cache.decoder
+    if decoder.fills is None or decoder.fills[0] != cache.state:
+        known = step.depends_on_length(model)
+        decoder.fills = cache.state, not known and _hides_the_rest(model, forward)
+    return bool(decoder.fills[1])
+
+
+def _hides_the_rest(model: Any, forward: Callable[..., Any]) -> bool:
+    """Whether tokens do not change the logits before them."""
+    words = model.config.get_text_config(decoder=True).vocab_size
+    one = torch.arange(_MEASURED, device=model.device)[None] % words
+    other = one.clone()
+    half = _MEASURED // 2
+    other[:, half:] = (one[:, half:] + 1) % words
+    last = torch.full((1,), half - 1, device=model.device)
+    found = [_logits(forward, tokens, last, {"use_cache": False}) for tokens in (one, other)]
+    return torch.equal(*found)

@@ -1,0 +1,245 @@
+"""Prompts and later tokens that are filled up, and "captured" from the second of a length on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import transformers
+from torch import Tensor
+
+import flexops
+from flexops.generation import decoder, prompt, replay, step
+
+NEW = 6
+
+
+def tokens(length: int, rows: int = 2) -> Tensor:
+    return torch.randint(3, 97, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+def expected(model: Any, ids: Tensor) -> Tensor:
+    """Of the model that is not patched yet."""
+    with tiny.eagerly(model):
+        found = model.generate(ids, do_sample=False, max_new_tokens=NEW, eos_token_id=None)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def generated(model: Any, ids: Tensor, **options: Any) -> Tensor:
+    return flexops.generate(model, ids, max_new_tokens=NEW, eos_token_id=(), **options)
+
+
+def store_of(model: Any) -> Any:
+    ((_, store),) = decoder.decoder_of(model)._free
+    return store
+
+
+def fills(model: Any) -> bool:
+    found = decoder.decoder_of(model).fills
+    return found is not None and found[1]
+
+
+def test_lengths_are_few_and_close():
+    made = [prompt.filled_length(n) for n in range(1, prompt.MOST_TOKENS + 1)]
+    assert made == sorted(made)
+    assert len(set(made)) <= 24
+    assert all(n <= one < n + max(32, n / 4) for n, one in enumerate(made, 1))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gemma3", "phi3"])
+def test_tokens_are_those_of_the_prompt_alone(name, graphs):
+    """Shorter than a window and longer, as long as what it is filled up to, and one token."""
+    model = tiny.model(name).eval()
+    given = [tokens(length) for length in (9, 31, 32, 1)]
+    wanted = [expected(model, ids) for ids in given]
+    flexops.patch(model)
+    for _ in range(2):
+        for ids, one in zip(given, wanted, strict=True):
+            assert torch.equal(generated(model, ids), one)
+            own = model.generate(ids, do_sample=False, max_new_tokens=NEW, eos_token_id=None)
+            assert torch.equal(own, one)
+    assert fills(model)
+    assert graphs.made == 3  # one length; a step of each of the two loops
+
+
+def test_cached_keys_are_those_of_the_prompt_alone(graphs):
+    model, ids = tiny.model("llama").eval(), tokens(20)
+    plain = flexops.KVCache(model.config, 64)
+    with torch.no_grad():
+        model(ids, past_key_values=plain, use_cache=True)
+    flexops.patch(model)
+    cache = flexops.KVCache(model.config, 64)
+    for _ in range(2):
+        cache.crop_to(0)
+        flexops.generate(model, ids, max_new_tokens=1, cache=cache)
+        assert cache.length == 20
+        for one, known in zip(cache.layers, plain.layers, strict=True):
+            torch.testing.assert_close(one.keys, known.keys)
+            torch.testing.assert_close(one.values, known.values)
+    assert graphs.made == 1
+
+
+class Mean(torch.nn.Module):
+    """Adds the mean of all tokens."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.inner(ids)
+        return x + x.mean(1, keepdim=True)
+
+
+def _looks_ahead() -> Any:
+    model = tiny.model("llama").eval()
+    model.model.embed_tokens = Mean(model.model.embed_tokens)
+    return model
+
+
+def _turns_by_length() -> Any:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    return tiny.model("llama", rope_parameters=rope, max_position_embeddings=8).eval()
+
+
+@pytest.mark.parametrize("make", [_looks_ahead, _turns_by_length])
+def test_models_whose_prompts_are_left_as_they_are(make, graphs):
+    model, ids = make(), tokens(9)
+    wanted = expected(model, ids)
+    flexops.patch(model)
+    for _ in range(3):
+        assert torch.equal(generated(model, ids), wanted)
+    assert not fills(model)
+    assert graphs.made == 1
+
+
+@pytest.mark.parametrize(
+    ("length", "options"),
+    [
+        (9, {"bits": 8, "group_size": 32, "residual_length": 32}),
+        (9, {"max_length": 9 + NEW}),
+        (prompt.MOST_TOKENS // 2 + 1, {}),
+    ],
+    ids=["codes", "no room", "long"],
+)
+def test_prompts_that_are_left_as_they_are(length, options, graphs):
+    model, ids = tiny.model("llama", max_position_embeddings=2048).eval(), tokens(length)
+    wanted = expected(model, ids)
+    flexops.patch(model)
+    made: dict[str, Any] = {"max_length": length + 64} | options
+    cache = flexops.KVCache(model.config, **made)
+    for _ in range(3):
+        cache.crop_to(0)
+        found = generated(model, ids, cache=cache)
+        assert "bits" in options or torch.equal(found, wanted)
+    assert graphs.made == 1
+
+
+def test_padding_at_the_left_is_left_as_it_is(graphs):
+    model, ids = tiny.model("llama").eval(), tokens(9)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    alone = expected(model, ids[1:, 4:])
+    flexops.patch(model)
+    for _ in range(3):
+        found = generated(model, ids, attention_mask=mask)
+        assert torch.equal(found[1:, 9:], alone[:, 5:])
+    assert graphs.made == 1
+
+
+def test_a_prompt_that_cannot_be_captured_runs_as_before(monkeypatch, graphs):
+    model, ids = tiny.model("llama").eval(), tokens(9)
+    wanted = expected(model, ids)
+    flexops.patch(model)
+    assert torch.equal(generated(model, ids), wanted)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("operation not permitted")
+
+    with monkeypatch.context() as context:
+        context.setattr(step, "Graph", fail)
+        with pytest.warns(flexops.FallbackWarning, match="capture of a prompt failed: RuntimeErr"):
+            assert torch.equal(generated(model, ids), wanted)
+    assert torch.equal(generated(model, ids), wanted)
+    assert not fills(model)
+    assert graphs.made == 1
+    assert decoder.decoder_of(model).refused == ""
+
+
+# ---- several tokens behind others ----------------------------------------------------------------
+
+
+def test_widths_are_few():
+    made = [replay.width_of(n) for n in range(1, replay.MOST_TOKENS + 1)]
+    assert made == sorted(made)
+    assert len(set(made)) <= 13
+    assert all(n <= one for n, one in enumerate(made, 1))
+
+
+def chat(model: Any, turns: list[Tensor], cache: Any) -> Tensor:
+    """Turns of a user, each behind all tokens so far."""
+    ids = turns[0][:, :0]
+    for turn in turns:
+        ids = torch.cat([ids, turn], 1)
+        with tiny.eagerly(model):
+            ids = model.generate(
+                ids, past_key_values=cache, do_sample=False, max_new_tokens=NEW, eos_token_id=None,
+                attention_mask=torch.ones_like(ids),
+            )  # fmt: skip
+    return ids
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gemma3"])
+def test_a_conversation_goes_on(name):
+    """Turns of few tokens, of many, and of more than any graph has."""
+    model = tiny.model(name, max_position_embeddings=2048).eval()
+    turns = [tokens(n) for n in (9, 3, 40, replay.MOST_TOKENS + 1, 2, 33)]
+    expected = chat(model, turns, transformers.DynamicCache(config=model.config))
+    flexops.patch(model)
+    for _ in range(2):
+        cache = decoder.decoder_of(model).borrow(model, 2, 512)
+        assert torch.equal(chat(model, turns, cache), expected)
+        del cache
+    assert {key[0] for key in store_of(model).graphs} == {"prompt", "step", "chunk"}
+    assert not decoder.decoder_of(model).refused
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_candidates_are_tried_by_graphs(name):
+    model, ids = tiny.model(name).eval(), tokens(4, rows=1).repeat(1, 5)
+    wanted = expected(model, ids)
+    flexops.patch(model)
+    for _ in range(2):
+        with tiny.eagerly(model):
+            found = model.generate(
+                ids, do_sample=False, max_new_tokens=NEW, eos_token_id=None,
+                prompt_lookup_num_tokens=3,
+            )  # fmt: skip
+        assert torch.equal(found, wanted)
+    assert "chunk" in {key[0] for key in store_of(model).graphs}
+
+
+@pytest.mark.usefixtures("graphs")
+def test_tokens_that_cannot_be_captured_run_as_before(monkeypatch):
+    model, turns = tiny.model("llama").eval(), [tokens(9), tokens(3)]
+    expected = chat(model, turns, transformers.DynamicCache(config=model.config))
+    flexops.patch(model)
+    made = decoder.Decoder.captured
+
+    def fail(self: Any, store: Any, key: Any, *more: Any) -> Any:
+        with monkeypatch.context() as context:
+            if key[0] == "chunk":
+                context.setattr(step, "Graph", None)  # cannot be called
+            return made(self, store, key, *more)
+
+    monkeypatch.setattr(decoder.Decoder, "captured", fail)
+    cache = decoder.decoder_of(model).borrow(model, 2, 64)
+    with pytest.warns(flexops.FallbackWarning, match="capture of several tokens failed: TypeErr"):
+        assert torch.equal(chat(model, turns, cache), expected)
+    assert decoder.decoder_of(model).refused == ""
+    assert cache.decoder is not None
