@@ -51,7 +51,7 @@ def logits_of(
     store, decoder = cache.store, cache.decoder
     batch, length = tokens.shape
     filled = filled_length(length)
-    if keep != 1 or batch * filled > MOST_TOKENS or filled > cache.max_length:
+    if keep != 1 or batch * filled > MOST_TOKENS or filled > room_of(model, cache):
         return None
     if type(store) is not Store or store.batch not in (-1, batch):
         return None
@@ -87,6 +87,13 @@ def logits_of(
     return logits
 
 
+def room_of(model: Any, cache: KVCache) -> int:
+    """How many tokens there may be: learned positions have an end, too."""
+    text = model.config.get_text_config(decoder=True)
+    most = getattr(text, "max_position_embeddings", None)
+    return min(most, cache.max_length) if isinstance(most, int) else cache.max_length
+
+
 def filled_up(tokens: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Tokens with copies of the last one behind them, ``[batch, length]``, and where that is."""
     new = tokens.shape[1]
@@ -118,16 +125,17 @@ def can_fill(model: Any, forward: Callable[..., Any], cache: KVCache) -> bool:
     decoder = cache.decoder
     if decoder.fills is None or decoder.fills[0] != cache.state:
         known = step.depends_on_length(model)
-        decoder.fills = cache.state, not known and _hides_the_rest(model, forward)
+        length = min(_MEASURED, room_of(model, cache))
+        decoder.fills = cache.state, not known and _hides_the_rest(model, forward, length)
     return bool(decoder.fills[1])
 
 
-def _hides_the_rest(model: Any, forward: Callable[..., Any]) -> bool:
-    """Whether tokens do not change the logits before them."""
+def _hides_the_rest(model: Any, forward: Callable[..., Any], length: int) -> bool:
+    """Whether so many tokens do not change the logits before them."""
     words = model.config.get_text_config(decoder=True).vocab_size
-    one = torch.arange(_MEASURED, device=model.device)[None] % words
+    one = torch.arange(length, device=model.device)[None] % words
     other = one.clone()
-    half = _MEASURED // 2
+    half = length // 2
     other[:, half:] = (one[:, half:] + 1) % words
     last = torch.full((1,), half - 1, device=model.device)
     found = [_logits(forward, tokens, last, {"use_cache": False}) for tokens in (one, other)]

@@ -49,9 +49,12 @@ def replay(
     width = width_of(new)
     if tokens.shape[0] != store.batch or store.lengths is None:
         return None
-    if new > MOST_TOKENS or length + width > cache.max_length:
-        return None
-    if width > 1 and type(store) is not Store:
+    if width == 1:
+        fits = length < cache.max_length
+    else:
+        fits = new <= MOST_TOKENS and length + width <= prompt.room_of(model, cache)
+        fits = fits and type(store) is Store
+    if not fits:
         return None
     with step.untracked():
         if width > 1 and not prompt.can_fill(model, forward, cache):

@@ -138,6 +138,23 @@ def test_prompts_that_are_left_as_they_are(length, options, graphs):
     assert graphs.made == 1
 
 
+def test_learned_positions_have_an_end(graphs):
+    """Neither a prompt nor a turn is filled up beyond it."""
+    sizes = {"n_positions": 29, "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 97}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    ids = tokens(21, rows=1)
+    wanted = expected(model, ids)
+    turns = [tokens(9, rows=1), tokens(8, rows=1)]
+    chatted = chat(model, turns, transformers.DynamicCache(config=model.config))
+    flexops.patch(model)
+    for _ in range(3):
+        assert torch.equal(generated(model, ids), wanted)
+    cache = decoder.decoder_of(model).borrow(model, 1, 64)
+    assert torch.equal(chat(model, turns, cache), chatted)
+    assert {key[0] for key in cache.store.graphs} == {"step", "tokens"}
+    assert graphs.made == 2
+
+
 def test_padding_at_the_left_is_left_as_it_is(graphs):
     model, ids = tiny.model("llama").eval(), tokens(9)
     mask = torch.ones_like(ids)
