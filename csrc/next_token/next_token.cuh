@@ -86,4 +86,66 @@ __global__ void __launch_bounds__(kThreads) choose(const Params p) {
   if (thread == 0) *p.at = at + 1, *ended = 0;
 }
 
+// ---- several tokens of a row ----
+
+inline constexpr int kMostTried = 32, kAlike = 3;
+
+struct KeepParams {
+  const i64 *chosen, *limit, *ends;
+  i64 *tokens, *known, *tried;
+  bool* finished;
+  int* lengths;
+  i64 columns;
+  int width, ends_count;
+};
+
+/// A row's part of keep_tokens_: how many of the chosen tokens it keeps. By one thread, of tokens
+/// in shared memory.
+FLEXOPS_DEVICE void keep_row(const KeepParams& p, int row, const i64* chosen, const i64* tried) {
+  const i64 known = p.known[row], limit = *p.limit;
+  i64* const to = p.tokens + row * p.columns;
+  bool ended = p.finished[row];
+  i64 count = 0;
+  for (int i = 0; i < p.width && !ended && known + i < limit; ++i) {
+    if (i > 0 && tried[i] != chosen[i - 1]) break;
+    if (known + i < p.columns) to[known + i] = chosen[i];
+    for (int j = 0; j < p.ends_count; ++j) ended = ended || p.ends[j] == chosen[i];
+    count = i + 1;
+  }
+  p.known[row] = known + count, p.lengths[row] = static_cast<int>(known + count) - 1;
+  p.finished[row] = ended || known + count >= limit;
+}
+
+/// A block for each row.
+__global__ void __launch_bounds__(kThreads) keep(const KeepParams p) {
+  __shared__ u64 of_warps[kThreads / kWarpSize];
+  __shared__ i64 chosen[kMostTried], tried[kMostTried];
+  const int thread = static_cast<int>(threadIdx.x), row = static_cast<int>(blockIdx.x);
+  wait_for_previous();
+  let_next_start();
+  if (thread < p.width) {
+    chosen[thread] = p.chosen[row * p.width + thread];
+    tried[thread] = p.tried[row * p.width + thread];
+  }
+  __syncthreads();
+  if (thread == 0) keep_row(p, row, chosen, tried);
+  __syncthreads();
+  // The latest of the longest copies of the last words: how many are alike, then where.
+  const i64* const tokens = p.tokens + row * p.columns;
+  const i64 last = p.known[row] - 1;
+  u64 best = 0;
+  for (i64 at = thread; at < last; at += kThreads) {
+    int alike = 0;
+    while (alike < kAlike && alike <= at && tokens[at - alike] == tokens[last - alike]) ++alike;
+    const u64 found = static_cast<u64>(alike) << 32 | static_cast<u64>(at);
+    if (alike > 0 && found > best) best = found;
+  }
+  best = block_reduce<kThreads>(best, Max(), of_warps);
+  const i64 copy = best > 0 ? static_cast<i64>(best & 0xffffffff) : last;
+  if (thread < p.width) {
+    const i64 at = copy + thread;  // the first is the last token itself, of which that is a copy
+    p.tried[row * p.width + thread] = tokens[at < last ? at : last];
+  }
+}
+
 }  // namespace flexops::next_token

@@ -15,7 +15,13 @@ struct NextToken {
   int64_t pad;
 };
 
-/// Queued on `stream`. Returns nullptr, or CUDA's error text.
+struct KeepTokens {
+  TensorView chosen, tokens, known, finished;  // [rows, new], [rows, columns], [rows], [rows]
+  TensorView limit, ends, tried, lengths;      // [1], any, [rows, new], [rows]
+};
+
+/// Queued on `stream`. Return nullptr, or CUDA's error text.
 const char* next_token_cuda(const NextToken& call, void* stream);
+const char* keep_tokens_cuda(const KeepTokens& call, void* stream);
 
 }  // namespace flexops

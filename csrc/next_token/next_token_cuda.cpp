@@ -28,4 +28,18 @@ const char* next_token_cuda(const NextToken& call, void* stream) {
   return last_error();
 }
 
+const char* keep_tokens_cuda(const KeepTokens& call, void* stream) {
+  next_token::KeepParams p = {};
+  p.chosen = call.chosen.as<i64>(), p.limit = call.limit.as<i64>(), p.ends = call.ends.as<i64>();
+  p.tokens = call.tokens.as<i64>(), p.known = call.known.as<i64>();
+  p.tried = call.tried.as<i64>(), p.finished = call.finished.as<bool>();
+  p.lengths = call.lengths.as<int>(), p.columns = call.tokens.size(1);
+  p.width = static_cast<int>(call.chosen.size(1)), p.ends_count = static_cast<int>(call.ends.numel);
+  LaunchConfig config = {
+      {static_cast<unsigned>(call.chosen.size(0))}, {next_token::kThreads}, stream};
+  config.early = gpu_facts().capability >= 90;
+  launch(kernel<next_token::keep>, config, p);
+  return last_error();
+}
+
 }  // namespace flexops

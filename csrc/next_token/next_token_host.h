@@ -1,4 +1,4 @@
-// flexops::next_token_: from its arguments to the launcher's.
+// From the arguments of the choice of tokens to the launcher's.
 #pragma once
 
 #include "common/host.h"
@@ -21,6 +21,20 @@ inline void next_token__host(Host& host, const TensorView& scores, const TensorV
   if (rows == 0) return;
   host.check(next_token_cuda({scores, words, tokens, last, finished, at, ends, workspace, pad},
                              host.stream()));
+}
+
+inline void keep_tokens__host(Host& host, const TensorView& chosen, const TensorView& tokens,
+                              const TensorView& known, const TensorView& finished,
+                              const TensorView& limit, const TensorView& ends,
+                              const TensorView& tried, const TensorView& lengths) {
+  FLEXOPS_CHECK(chosen.dim == 2 && 1 <= chosen.size(1) && chosen.size(1) <= 32, host.op,
+                ": chosen must be [rows, 1 to 32], got shape ", shape_text(chosen));
+  const int64_t rows = chosen.size(0);
+  FLEXOPS_CHECK(tokens.dim == 2 && tokens.size(0) == rows, host.op, ": tokens must have shape [",
+                rows, ", any], got ", shape_text(tokens));
+  if (rows == 0) return;
+  host.check(keep_tokens_cuda({chosen, tokens, known, finished, limit, ends, tried, lengths},
+                              host.stream()));
 }
 
 }  // namespace flexops

@@ -21,6 +21,8 @@ _decoders: weakref.WeakKeyDictionary[nn.Module, Decoder] = weakref.WeakKeyDictio
 _GRANULE = 256
 _NO_SETTINGS = frozenset((dict, OrderedDict, set, type(None)))
 """Of most attributes of a module; to skip them halves the time."""
+_MORE = {"prompt": " of a prompt", "chunk": " of several tokens", "lookup": " of tried tokens"}
+"""What may fail to be captured while steps of one token are."""
 
 
 def decoder_of(model: nn.Module) -> Decoder:
@@ -107,7 +109,7 @@ class Decoder:
             try:
                 graph = step.Graph(function, buffers, pool=store.pool(), generator=generator)
             except Exception as error:  # of any code of the model's
-                what = {"prompt": " of a prompt", "chunk": " of several tokens"}.get(key[0], "")
+                what = _MORE.get(key[0], "")
                 reason = f"capture{what} failed: {_first_line(error)}"
                 if not what:
                     self.refused = reason

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..errors import GenerationError
 from ..ops.next_token import next_token_
-from . import decoder, step
+from . import decoder, lookup, step
 from .cache import KVCache
 from .names import cache_name
-from .sampling import Sampling
+from .sampling import Sampling, to_host
 
 _AHEAD = 8
 """So many steps are launched before the host looks whether all sequences have ended."""
@@ -37,6 +37,7 @@ def generate(
     seed: int | None = None,
     cache: Any = None,
     streamer: Any = None,
+    prompt_lookup_num_tokens: int = 0,
 ) -> Tensor:
     """Continue prompts, with a model of transformers that :func:`flexops.patch` has patched.
 
@@ -55,6 +56,9 @@ def generate(
         seed: a new generator of this seed in its place.
         cache: an empty :class:`flexops.KVCache`; None makes one.
         streamer: one of transformers' streamers; it gets tokens in groups of up to eight.
+        prompt_lookup_num_tokens: a step tries so many tokens behind the last one, 0 to 31: those
+            that followed the same words before. Where text repeats itself, as summaries and changed
+            code do, a step appends several. What can be generated stays the same.
 
     Returns:
         ``[batch, length + new]``: prompts and new tokens, up to the end of the longest.
@@ -67,7 +71,8 @@ def generate(
     :func:`flexops.status` says why.
     """
     sampling = Sampling(do_sample, temperature, top_k if do_sample else 0, top_p)
-    _check(model, input_ids, attention_mask, max_new_tokens, generator, seed, streamer)
+    tries = prompt_lookup_num_tokens
+    _check(model, input_ids, attention_mask, max_new_tokens, generator, seed, streamer, tries)
     config = model.generation_config
     ends = _ends(config.eos_token_id if eos_token_id is None else eos_token_id)
     pad = config.pad_token_id if pad_token_id is None else pad_token_id
@@ -76,17 +81,20 @@ def generate(
         _fail("no such pad_token_id", repr(pad), "a token")
     batch, length = input_ids.shape
     mine = decoder.decoder_of(model)
+    room = length + max_new_tokens - 1 + tries
     if cache is None:
-        cache = mine.borrow(model, batch, length + max_new_tokens)
+        cache = mine.borrow(model, batch, room + 1)
     elif not isinstance(cache, KVCache):
         _fail("no such cache", type(cache).__name__, "a flexops.KVCache")
-    elif cache.length or cache.max_length < length + max_new_tokens - 1:
+    elif cache.length or cache.max_length < room:
         raise GenerationError(
             "flexops.generate starts with an empty cache, with room for all tokens",
             found=f"{cache.length} tokens in a cache of {cache.max_length}",
-            required=f"0 in one of {length + max_new_tokens - 1}",
-            fix=f"flexops.KVCache(model.config, max_length={length + max_new_tokens})",
+            required=f"0 in one of {room}",
+            fix=f"flexops.KVCache(model.config, max_length={room + 1})",
         )
+    elif tries and cache.settings[0] != 16:
+        _fail("no such cache with prompt_lookup_num_tokens", "one of codes", "one of 16 bits")
     else:
         mine.serve(model, cache)
     if step.refusal(model):
@@ -94,7 +102,7 @@ def generate(
     if seed is not None:
         generator = mine.generator(input_ids.device).manual_seed(seed)
     with step.untracked():
-        return _Run(model, cache, sampling, generator, ends, pad)(
+        return _Run(model, cache, sampling, generator, ends, pad, tries)(
             input_ids, attention_mask, max_new_tokens, streamer
         )
 
@@ -118,6 +126,7 @@ def _check(
     generator: Any,
     seed: Any,
     streamer: Any,
+    tries: Any,
 ) -> None:
     if not hasattr(model, "generation_config"):
         _fail(
@@ -138,6 +147,9 @@ def _check(
         _fail("input_ids and the model are apart", f"{input_ids.device}, {model.device}", "one")
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         _fail("no such max_new_tokens", repr(max_new_tokens), "at least 1")
+    if not isinstance(tries, int) or not 0 <= tries <= lookup.MOST_TOKENS:
+        required = f"a whole number, 0 to {lookup.MOST_TOKENS}"
+        _fail("no such prompt_lookup_num_tokens", repr(tries), required)
     if generator is not None and not isinstance(generator, torch.Generator):
         _fail("no such generator", repr(generator), "a torch.Generator")
     if streamer is not None and not hasattr(streamer, "put"):
@@ -188,9 +200,10 @@ class _Run:
         generator: torch.Generator | None,
         ends: list[int],
         pad: int,
+        tries: int,
     ) -> None:
         self.model, self.cache, self.sampling = model, cache, sampling
-        self.generator, self.ends, self.pad = generator, ends, pad
+        self.generator, self.ends, self.pad, self.lookup = generator, ends, pad, tries
 
     def __call__(
         self, prompt: Tensor, mask: Tensor | None, max_new_tokens: int, streamer: Any
@@ -199,6 +212,11 @@ class _Run:
         total = length + max_new_tokens
         self.padded = mask is not None and not bool(mask.all())
         logits = self._prefill(prompt, mask)
+        if streamer is not None:
+            streamer.put(prompt.cpu())
+        if self.lookup and lookup.fits(self, total):
+            run = lookup.Lookup(self, batch, prompt.device)
+            return run(prompt, mask, logits, total, streamer)
         key = f"tokens, {len(self.ends)} ends"
         room = self.cache.max_length + 1
         buffers = self.cache.store.inputs.get(key)
@@ -211,8 +229,6 @@ class _Run:
         buffers.at.fill_(length)
         buffers.ends.copy_(torch.tensor(self.ends, dtype=torch.int64))
         self._choose(logits)
-        if streamer is not None:
-            streamer.put(prompt.cpu())
         found = self._steps(self._stepper(mask), length, total, streamer)
         self.cache.crop_to(found.shape[1] - 1)
         return found
@@ -303,20 +319,18 @@ class _Run:
     def _steps(self, take: Callable[[int], None], length: int, total: int, streamer: Any) -> Tensor:
         """Launch groups of steps; before the next one's end, look whether the one before it has
         ended all sequences."""
-        looks: list[tuple[int, Tensor, Any]] = []
+        looks: list[tuple[int, Any]] = []
         end, told = length + 1, length
         ended = False
         while True:
-            looks.append((end, *_to_host(self.buffers.finished)))
+            looks.append((end, to_host(self.buffers.finished)))
             if len(looks) > 1 or end == total:
-                at, flags, ready = looks.pop(0)
-                if ready is not None:
-                    ready.synchronize()
-                ended = bool(flags.all())
+                at, look = looks.pop(0)
+                ended = bool(look()[0].all())
                 if ended:
                     break
                 if streamer is not None:
-                    told = self._tell(streamer, told, at)
+                    told = self.tell(streamer, self.buffers.tokens, told, at)
             if end == total:
                 break
             for _ in range(min(_AHEAD, total - end)):
@@ -324,12 +338,14 @@ class _Run:
                 end += 1
         found = self.buffers.tokens[:, : self._longest(length, end)]
         if streamer is not None:
-            self._tell(streamer, told, found.shape[1])
+            self.tell(streamer, found, told, found.shape[1])
             streamer.end()
         return found.clone()
 
-    def _tell(self, streamer: Any, begin: int, end: int) -> int:
-        for column in self.buffers.tokens[:, begin:end].cpu().unbind(1):
+    @staticmethod
+    def tell(streamer: Any, tokens: Tensor, begin: int, end: int) -> int:
+        """Give a streamer columns of tokens; gives where the next ones begin."""
+        for column in tokens[:, begin:end].cpu().unbind(1):
             streamer.put(column)
         return max(begin, end)
 
@@ -340,14 +356,3 @@ class _Run:
         stops = torch.isin(self.buffers.tokens[:, length:end], self.buffers.ends)
         first = torch.where(stops.any(-1), stops.int().argmax(-1) + 1, end - length)
         return length + int(first.max())
-
-
-def _to_host(flags: Tensor) -> tuple[Tensor, Any]:
-    """A copy that is there when the event has happened."""
-    if flags.device.type != "cuda":
-        return flags.clone(), None
-    copy = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
-    copy.copy_(flags, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return copy, event

@@ -124,9 +124,9 @@ def can_fill(model: Any, forward: Callable[..., Any], cache: KVCache) -> bool:
     """Whether a model's tokens can be filled up: others behind them do not change their logits."""
     decoder = cache.decoder
     if decoder.fills is None or decoder.fills[0] != cache.state:
-        known = step.depends_on_length(model)
+        usual = not step.depends_on_length(model) and model._supports_logits_to_keep()
         length = min(_MEASURED, room_of(model, cache))
-        decoder.fills = cache.state, not known and _hides_the_rest(model, forward, length)
+        decoder.fills = cache.state, usual and _hides_the_rest(model, forward, length)
     return bool(decoder.fills[1])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,3 +66,21 @@ class Sampling:
         # probability
         noise = torch.empty_like(scores).exponential_(generator=generator)
         return scores.softmax(-1) / noise, words
+
+
+def to_host(*tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    """Begin to copy tensors; gives what waits for the copies, and gives them."""
+    if tensors[0].device.type != "cuda":
+        copies = tuple(one.clone() for one in tensors)
+        return lambda: copies
+    copies = tuple(torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in tensors)
+    for copy, one in zip(copies, tensors, strict=True):
+        copy.copy_(one, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+
+    def wait() -> tuple[Tensor, ...]:
+        event.synchronize()
+        return copies
+
+    return wait

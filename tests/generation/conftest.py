@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from flexops.generation import decoder, step
 from flexops.generation.layers import Store
@@ -53,3 +54,22 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> type[Eager]:
     monkeypatch.setattr(Store, "pool", lambda _: None)
     Eager.made = 0
     return Eager
+
+
+class Heard:
+    """A streamer."""
+
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []
+        self.ended = False
+
+    def put(self, part: Tensor) -> None:
+        self.parts.append(part if part.dim() == 2 else part[:, None])
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()

@@ -304,29 +304,14 @@ def test_a_checkpoint_that_names_the_cache_loads_once_attention_is_registered(
 # ---- flexops.generate ----------------------------------------------------------------------------
 
 
-class Heard:
-    """A streamer."""
-
-    def __init__(self) -> None:
-        self.parts: list[Tensor] = []
-        self.ended = False
-
-    def put(self, part: Tensor) -> None:
-        self.parts.append(part if part.dim() == 2 else part[:, None])
-
-    def end(self) -> None:
-        self.ended = True
-
-
 @pytest.mark.parametrize("captured", [False, True])
-def test_stop_tokens_and_a_streamer(captured, request):
+def test_stop_tokens_and_a_streamer(captured, heard, request):
     if captured:
         request.getfixturevalue("graphs")
     model, inputs = tiny.model("llama").eval(), prompts("left")
     flexops.patch(model)
     free = flexops.generate(model, **inputs, max_new_tokens=30, eos_token_id=())
     ends = [int(free[0, 14]), int(free[1, 20]), int(free[2, 11])]
-    heard = Heard()
     found = flexops.generate(
         model, **inputs, max_new_tokens=30, eos_token_id=ends, pad_token_id=96, streamer=heard
     )

@@ -177,6 +177,19 @@ def test_beams_and_candidates(options):
     assert (found == expected).float().mean() > 0.6  # rounding may choose another beam
 
 
+@pytest.mark.parametrize("tries", [1, 4, 20])
+@pytest.mark.parametrize("name", NAMES)
+def test_candidates_are_tried_on_the_device(name, tries):
+    model, inputs = made(name), prompts(padding=True)
+    flexops.patch(model)
+    options = {"max_new_tokens": NEW, "eos_token_id": (), "prompt_lookup_num_tokens": tries}
+    found = [flexops.generate(model, **inputs, **options) for _ in range(2)]
+    assert torch.equal(*found)
+    assert {key[0] for key in graphs(model)} == {"lookup"}
+    flexops.unpatch(model)
+    assert_likely(model, found[0], inputs)
+
+
 def test_weights_may_change_in_place():
     model, inputs = made(), prompts()
     flexops.patch(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexops.ops import next_token
-from flexops.ops.next_token import next_token_
+from flexops.ops.next_token import keep_tokens_, next_token_
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -79,6 +80,72 @@ def test_the_end_of_a_sequence(device):
     assert made["finished"].tolist() == [False, True, True, True]
     # without ends nothing is finished
     assert run(scores, device, finished=finished)["last"].flatten().tolist() == [0, 1, 2, 3]
+
+
+# ---- several tokens of a row ---------------------------------------------------------------------
+
+
+def tries(tokens: list[int], count: int) -> list[int]:
+    """In plain Python."""
+    for words in range(3, 0, -1):
+        for end in range(len(tokens) - 1, words - 1, -1):
+            if tokens[end - words : end] == tokens[-words:]:
+                return (tokens[end - 1 :] + tokens[-1:] * count)[:count]
+    return tokens[-1:] * count
+
+
+def kept(
+    tokens: list[int], tried: list[int], chosen: list[int], finished: bool, limit: int, ends: Any
+) -> tuple[list[int], bool]:
+    """In plain Python: a row's tokens, and whether it is finished."""
+    for place, word in enumerate(chosen):
+        if finished or len(tokens) >= limit or (place and tried[place] != chosen[place - 1]):
+            break
+        tokens, finished = [*tokens, word], word in ends
+    return tokens, finished or len(tokens) >= limit
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("new", [1, 2, 5, 32])
+@pytest.mark.parametrize("words", [2, 3, 9])
+def test_what_is_kept_and_tried_next(words, new, device):
+    generator = torch.Generator().manual_seed(words * new)
+    draw = functools.partial(torch.randint, generator=generator)
+    rows, room = 100, 900
+    tokens, known = draw(words, (rows, room)), draw(1, room - new, (rows,))
+    known[:50].remainder_(20).add_(1)
+    tried, chosen = draw(2, (rows, new)), draw(2, (rows, new))
+    right = draw(new + 1, (rows, 1)) > torch.arange(new)
+    tried[:, 1:] = torch.where(right[:, :-1], chosen[:, :-1], tried[:, 1:])
+    chosen[draw(9, (rows, new)) == 0] = 7
+    finished, limit, ends = draw(5, (rows,)) == 0, torch.tensor([700]), torch.tensor([3, 7])
+    before = [x.tolist() for x in (tokens, known, tried, chosen, finished)]
+    given = chosen, tokens, known, finished, limit, ends, tried, known.int()
+    on_device = [x.to(device) for x in given]
+    keep_tokens_(*on_device)
+    _, tokens, known, finished, _, _, tried, lengths = (x.cpu() for x in on_device)
+    for row, (all_tokens, count, *others, ended) in enumerate(zip(*before, strict=True)):
+        expected, ends_now = kept(all_tokens[:count], *others, ended, 700, (3, 7))
+        assert int(known[row]) == len(expected) == int(lengths[row]) + 1
+        assert tokens[row].tolist() == expected + all_tokens[len(expected) :]
+        assert bool(finished[row]) is ends_now
+        assert tried[row].tolist() == tries(expected, new)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "tokens", "message"),
+    [
+        ((2, 33), (2, 50), r"chosen must be \[rows, 1 to 32\], got \[2, 33\]"),
+        ((2,), (2, 50), r"chosen must be \[rows, 1 to 32\], got \[2\]"),
+        ((2, 3), (3, 50), r"tokens must have shape \[2, any\], got \[3, 50\]"),
+    ],
+)
+def test_tokens_of_another_shape_are_named(chosen, tokens, message):
+    given = [torch.zeros(shape, dtype=torch.int64) for shape in (chosen, tokens, (2,))]
+    finished, lengths = torch.zeros(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int32)
+    ends = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+    with pytest.raises(ValueError, match=message):
+        torch.ops.flexops.keep_tokens_(*given, finished, *ends, given[0].clone(), lengths)
 
 
 @pytest.mark.parametrize(

@@ -1032,6 +1032,21 @@ CATALOG: tuple[OpSpec, ...] = (
             strided={"scores": "rows"},
             hidden=True,
         ),
+        _op(
+            "keep_tokens_(Tensor chosen, Tensor(a!) tokens, Tensor(b!) known, Tensor(c!) finished,"
+            " Tensor limit, Tensor ends, Tensor(d!) tried, Tensor(e!) lengths) -> ()",
+            dtypes={
+                **dict.fromkeys(("chosen", "tokens", "known", "limit", "ends", "tried"), "int64"),
+                "finished": "bool",
+                "lengths": "int32",
+            },
+            shapes={
+                **dict.fromkeys(("known", "finished", "lengths"), "chosen[0]"),
+                "limit": "1",
+                "tried": "chosen",
+            },
+            hidden=True,
+        ),
     ),
     _family(
         "norm",
