@@ -111,6 +111,7 @@ class Decoder:
             except Exception as error:  # of any code of the model's
                 what = _MORE.get(key[0], "")
                 reason = f"capture{what} failed: {_first_line(error)}"
+                store.leave_pool()
                 if not what:
                     self.refused = reason
                 device = buffers[0].device.type

@@ -106,6 +106,10 @@ class Store:
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
 
+    def leave_pool(self) -> None:
+        """After a capture that has failed: torch takes it for being captured into."""
+        self._pool = None
+
     @contextlib.contextmanager
     def stepping(self, bucket: int) -> Iterator[None]:
         """Inside, layers append at ``lengths`` and attend to at most ``bucket`` tokens."""

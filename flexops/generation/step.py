@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -81,6 +82,26 @@ def untracked() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Inside, Python collects no garbage: the end of another graph makes a capture fail."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _graph(generator: torch.Generator | None) -> Any:
+    """One that is not captured yet."""
+    made = torch.cuda.CUDAGraph()
+    if generator is not None:
+        made.register_generator_state(generator)
+    return made
+
+
 class Graph:
     """A captured function of tensors that stay where they are.
 
@@ -104,9 +125,7 @@ class Graph:
         before = [one.clone() for one in state]
         draws = torch.cuda.default_generators[device.index] if generator is None else generator
         drawn = draws.get_state()
-        self._graph = torch.cuda.CUDAGraph()
-        if generator is not None:
-            self._graph.register_generator_state(generator)
+        self._graph = _graph(generator)
         with _capturing, torch.cuda.device(device):
             side = torch.cuda.Stream(device)
             side.wait_stream(torch.cuda.current_stream(device))
@@ -115,10 +134,16 @@ class Graph:
                 for one, kept in zip(state, before, strict=True):
                     one.copy_(kept)
             torch.cuda.current_stream(device).wait_stream(side)
-            with torch.cuda.graph(
-                self._graph, pool=pool, stream=side, capture_error_mode="thread_local"
-            ):
-                self.result = function()
+            options: Any = {"stream": side, "capture_error_mode": "thread_local"}
+            try:
+                with _uncollected(), torch.cuda.graph(self._graph, pool=pool, **options):
+                    self.result = function()
+            except BaseException:
+                # torch takes generators for captured until the end of a capture that succeeds
+                with contextlib.suppress(RuntimeError), torch.cuda.graph(_graph(generator)):
+                    before[0].clone()
+                draws.set_state(drawn)
+                raise
         draws.set_state(drawn)
 
     def replay(self) -> Any:

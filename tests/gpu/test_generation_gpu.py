@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -13,7 +15,7 @@ import zoo
 from torch import Tensor
 
 import flexops
-from flexops.generation import decoder
+from flexops.generation import decoder, step
 from flexops.ops import few_rows_chain
 from flexops.patching import Int4Config
 
@@ -188,6 +190,61 @@ def test_candidates_are_tried_on_the_device(name, tries):
     assert {key[0] for key in graphs(model)} == {"lookup"}
     flexops.unpatch(model)
     assert_likely(model, found[0], inputs)
+
+
+def test_the_end_of_a_graph_does_not_disturb_a_capture():
+    """A model of before is garbage, which Python may collect at any time."""
+    x = torch.zeros(9, device="cuda")
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(10**9)
+    garbage: list[Any] = [step.Graph(lambda: x + 1, (x,))]
+    garbage.append(garbage)
+    ended = weakref.ref(garbage[0])
+    del garbage
+
+    alive: list[bool] = []
+
+    def compute() -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            gc.set_threshold(1)
+        made = [[x + 1] for _ in range(50)]
+        alive.append(ended() is not None)
+        return made[-1][0]
+
+    try:
+        graph = step.Graph(compute, (x,))
+    finally:
+        gc.set_threshold(*thresholds)
+    assert torch.equal(graph.replay(), x + 1)
+    assert alive == [True, True]
+    gc.collect()
+    assert ended() is None
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_capture_that_fails_leaves_random_numbers_and_others_alone(own):
+    generator = torch.Generator("cuda").manual_seed(1) if own else None
+    model, inputs = made(), prompts()
+    flexops.patch(model)
+    attention = model.model.layers[1].self_attn
+    rotate, waits = attention.forward, [True]
+
+    def wait(*args: Any, **named: Any) -> Any:
+        if waits[0] and named["hidden_states"].shape[1] == 1:
+            named["hidden_states"].sum().item()
+        return rotate(*args, **named)
+
+    attention.forward = wait
+    options = {"max_new_tokens": 9, "eos_token_id": (), "do_sample": True, "generator": generator}
+    with pytest.warns(flexops.FallbackWarning, match="capture failed"):
+        flexops.generate(model, **inputs, **options)
+    assert torch.rand(3, device="cuda", generator=generator).std() > 0
+    waits[0] = False
+    other = made("qwen3")
+    flexops.patch(other)
+    flexops.generate(other, **inputs, **options)
+    assert {key[0] for key in graphs(other)} == {"tokens"}
 
 
 def test_weights_may_change_in_place():
