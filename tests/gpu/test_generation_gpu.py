@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 import weakref
 from collections import Counter
 from typing import Any
@@ -237,8 +238,10 @@ def test_a_capture_that_fails_leaves_random_numbers_and_others_alone(own):
 
     attention.forward = wait
     options = {"max_new_tokens": 9, "eos_token_id": (), "do_sample": True, "generator": generator}
-    with pytest.warns(flexops.FallbackWarning, match="capture failed"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", flexops.FallbackWarning)
         flexops.generate(model, **inputs, **options)
+    assert decoder.decoder_of(model).refused.startswith("capture failed")
     assert torch.rand(3, device="cuda", generator=generator).std() > 0
     waits[0] = False
     other = made("qwen3")
