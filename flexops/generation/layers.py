@@ -95,9 +95,9 @@ class Store:
 
     def clear(self) -> None:
         """For other tokens: what is there might hold a NaN."""
-        for kept in (*self.keys, *self.values):
-            if kept is not None:
-                kept.zero_()
+        kept = [one for one in (*self.keys, *self.values) if one is not None]
+        if kept:
+            torch._foreach_zero_(kept)
         self.known = -1
 
     def pool(self) -> Any:

@@ -147,4 +147,4 @@ def fits(run: Any, limit: int) -> bool:
         return False
     if limit + run.lookup > prompt.room_of(run.model, cache):
         return False
-    return prompt.can_fill(run.model, run.model, cache)
+    return prompt.can_fill(run.model, run.model.forward, cache)

@@ -14,7 +14,7 @@ from .cache import KVCache
 from .layers import Store
 
 MOST_TOKENS = 256
-"""Of a sequence; more are computed as the model's code does."""
+"""Of a batch; more are computed as the model's code does."""
 _CANDIDATES = 32
 """Up to so many tokens are captured at once: candidates come again and again."""
 
@@ -40,9 +40,9 @@ def replay(
     Args:
         tokens: ``[batch, new]``.
         mask: as of transformers, ``[batch, tokens so far]``.
-        positions: ``[batch or 1, new]``, padding left out; None: none is. Both are looked at in the
-            first step after a prompt; then one grows by ones, the other is the next, as in
-            ``generate``.
+        positions: ``[batch or 1, new]``, padding left out; None: none is. Both are looked at where
+            there are several tokens, and in the first step after a prompt; then one grows by ones,
+            the other is the next, as in ``generate``.
         keep: behind how many of the new tokens; 0: all.
     """
     store, length, new = cache.store, cache.length, tokens.shape[1]
@@ -52,14 +52,14 @@ def replay(
     if width == 1:
         fits = length < cache.max_length
     else:
-        fits = new <= MOST_TOKENS and length + width <= prompt.room_of(model, cache)
-        fits = fits and type(store) is Store
+        few = tokens.numel() <= MOST_TOKENS and type(store) is Store
+        fits = few and length + width <= prompt.room_of(model, cache)
     if not fits:
         return None
     with step.untracked():
         if width > 1 and not prompt.can_fill(model, forward, cache):
             return None
-        if store.known != length and not _look(cache, mask, positions, new):
+        if (width > 1 or store.known != length) and not _look(cache, mask, positions, new):
             return None
         bucket = step.bucket_of(length + width, cache.max_length)
         given = prompt.filled_up(tokens, width) if width > 1 else (tokens,)

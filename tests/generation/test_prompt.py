@@ -241,6 +241,26 @@ def test_candidates_are_tried_by_graphs(name):
     assert "chunk" in {key[0] for key in store_of(model).graphs}
 
 
+def test_positions_of_a_users_own_are_kept(graphs):
+    """A call behind a cache whose positions are not the next ones runs the model's code."""
+    model, ids = tiny.model("llama").eval(), tokens(9)
+    more, positions = tokens(3), torch.tensor([[20, 21, 30]])
+    options = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None}
+    logits = []
+    for patched in (False, True):
+        cache: Any = transformers.DynamicCache(config=model.config)
+        if patched:
+            flexops.patch(model)
+            cache = decoder.decoder_of(model).borrow(model, 2, 64)
+        with tiny.eagerly(model), torch.no_grad():
+            model.generate(ids, past_key_values=cache, **options)
+            made = graphs.made
+            given = {"past_key_values": cache, "position_ids": positions}
+            logits.append(model(more, **given).logits)
+        assert graphs.made == made
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.usefixtures("graphs")
 def test_tokens_that_cannot_be_captured_run_as_before(monkeypatch):
     model, turns = tiny.model("llama").eval(), [tokens(9), tokens(3)]
