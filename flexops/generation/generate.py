@@ -55,10 +55,12 @@ def generate(
         generator: what draws; None is the device's default.
         seed: a new generator of this seed in its place.
         cache: an empty :class:`flexops.KVCache`; None makes one.
-        streamer: one of transformers' streamers; it gets tokens in groups of up to eight.
+        streamer: one of transformers' streamers; it gets tokens in groups of up to eight, or as
+            many as a step that tries several has kept.
         prompt_lookup_num_tokens: a step tries so many tokens behind the last one, 0 to 31: those
             that followed the same words before. Where text repeats itself, as summaries and changed
-            code do, a step appends several. What can be generated stays the same.
+            code do, a step appends several. Rounding aside, the result is that of single steps, or
+            has their distribution.
 
     Returns:
         ``[batch, length + new]``: prompts and new tokens, up to the end of the longest.

@@ -3,7 +3,8 @@
 
 A step computes the logits behind the last token and its candidates, chooses behind each, and keeps
 what was chosen up to the first candidate that is another. So tokens are those of steps of one
-token, or drawn from the same distribution. All of it is one graph; each row has its own length.
+token, or drawn from the same distribution, but for rounding. All of it is one graph; each row has
+its own length.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class Lookup:
             sizes = batch, run.cache.max_length + 1, len(run.ends), self.new
             store.inputs[name] = Buffers(*sizes, device)
         self.to: Buffers = store.inputs[name]
+        self._captures = decoder.captures(device)
 
     def __call__(
         self, prompts: Tensor, mask: Tensor | None, logits: Tensor, limit: int, streamer: Any
@@ -132,11 +134,13 @@ class Lookup:
             to.keep(store.lengths)
 
         graph = None
-        if decoder.captures(to.tokens.device):
+        if self._captures:
             state = store.lengths, to.finished, to.tokens, to.known, to.tried
             drawn = run.sampling, run.generator
             key = ("lookup", cache.state, drawn, self.new, len(run.ends), bucket)
             graph = cache.decoder.captured(store, key, compute, state, run.generator)
+            if graph is None:  # later calls take single steps
+                self._captures, cache.decoder.fills = False, (cache.state, False)
         compute() if graph is None else graph.replay()
 
 

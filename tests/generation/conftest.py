@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,6 +55,24 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> type[Eager]:
     monkeypatch.setattr(Store, "pool", lambda _: None)
     Eager.made = 0
     return Eager
+
+
+@pytest.fixture
+def uncapturable(graphs: type[Eager], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes captures of one kind fail, by the first part of their keys."""
+    del graphs
+    captured = decoder.Decoder.captured
+
+    def make(kind: str) -> None:
+        def fail(self: Any, store: Any, key: Any, *more: Any) -> Any:
+            with monkeypatch.context() as context:
+                if key[0] == kind:
+                    context.setattr(step, "Graph", None)  # cannot be called
+                return captured(self, store, key, *more)
+
+        monkeypatch.setattr(decoder.Decoder, "captured", fail)
+
+    return make
 
 
 class Heard:

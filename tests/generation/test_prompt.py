@@ -261,20 +261,11 @@ def test_positions_of_a_users_own_are_kept(graphs):
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.usefixtures("graphs")
-def test_tokens_that_cannot_be_captured_run_as_before(monkeypatch):
+def test_tokens_that_cannot_be_captured_run_as_before(uncapturable):
     model, turns = tiny.model("llama").eval(), [tokens(9), tokens(3)]
     expected = chat(model, turns, transformers.DynamicCache(config=model.config))
     flexops.patch(model)
-    made = decoder.Decoder.captured
-
-    def fail(self: Any, store: Any, key: Any, *more: Any) -> Any:
-        with monkeypatch.context() as context:
-            if key[0] == "chunk":
-                context.setattr(step, "Graph", None)  # cannot be called
-            return made(self, store, key, *more)
-
-    monkeypatch.setattr(decoder.Decoder, "captured", fail)
+    uncapturable("chunk")
     cache = decoder.decoder_of(model).borrow(model, 2, 64)
     with pytest.warns(flexops.FallbackWarning, match="capture of several tokens failed: TypeErr"):
         assert torch.equal(chat(model, turns, cache), expected)
