@@ -506,6 +506,13 @@ inline const Gpu& gpu_facts() {
   return known;
 }
 
+/// How many clusters of so many blocks, one on a multiprocessor, run at once on a GPU of Hopper's,
+/// less a few: parts of an H200 differ in their numbers of processors.
+inline int clusters_of(int size, int processors) {
+  constexpr int kClusters[] = {132, 64, 38, 28, 20, 14, 13, 13};
+  return kClusters[size - 1] * processors / 132;
+}
+
 #if !FLEXOPS_HIP
 /// How many such clusters the current GPU runs at once; 0 if it or the kernel's code has none. A
 /// thread keeps its latest answers.

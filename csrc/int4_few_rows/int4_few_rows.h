@@ -6,7 +6,8 @@
 
 namespace flexops {
 
-constexpr int kMostInt4Rows = 8;
+/// More than eight on 9.0 only, and without a norm.
+constexpr int kMostInt4Rows = 16, kMostInt4RowsAnywhere = 8;
 
 struct Int4FewRows {
   TensorView x;                       // [rows, k]

@@ -1,10 +1,11 @@
-// The launcher of products of a few rows with 4-bit weights: how the weight is divided, and the
-// grid.
+// The launcher of products of a few rows with 4-bit weights: which kernel, how the weights are
+// divided, and the grid.
 
 #include "int4_few_rows/int4_few_rows.h"
 
 #include "common/launch.h"
 #include "int4_few_rows/int4_few_rows.cuh"
+#include "int4_few_rows/int4_sixteen_rows_launch.h"
 
 namespace flexops {
 namespace {
@@ -68,6 +69,11 @@ FewPlan choose(const FewParams& p, const Gpu& gpu) {
   return plan;
 }
 
+/// Whether the kernel of up to 16 rows takes these. It has no norm.
+bool by_sixteen_rows(const Int4FewRows& call, const Gpu& gpu) {
+  return gpu.capability == 90 && !call.norm;
+}
+
 template <class T, int kChunk, int kSlots>
 void launch_few(const FewParams& p, const LaunchConfig& config) {
   if (p.group_shift == 5)
@@ -91,6 +97,16 @@ void launch_few(const FewParams& p, int chunk, const LaunchConfig& config) {
 
 const char* int4_few_rows_cuda(const Int4FewRows& call, void* stream) {
   const Gpu& gpu = gpu_facts();
+  const auto byte = [&](int shift) { return static_cast<int>(call.plan >> shift & 255); };
+  if (call.plan ? byte(24) == 16 : by_sixteen_rows(call, gpu)) {
+    const SixteenPlan plan = call.plan ? SixteenPlan{byte(16) >> 4, byte(16) & 15, byte(8), byte(0)}
+                                       : choose_sixteen(call, gpu.processors);
+    call.x.dtype == Dtype::bf16 ? launch_sixteen<bf16>(call, plan, stream)
+                                : launch_sixteen<f16>(call, plan, stream);
+    return last_error();
+  }
+  if (call.x.rows() > kMostInt4RowsAnywhere)
+    return "more than 8 rows need a GPU of 9.0, and no norm";
   FewParams p = {};
   p.x = call.x.data, p.norm = call.norm.data, p.residual = call.residual.data;
   p.out = call.out.data;
@@ -115,7 +131,6 @@ const char* int4_few_rows_cuda(const Int4FewRows& call, void* stream) {
     p.units = p.activation ? tiles : p.units + tiles;
     weight.end = p.units;
   }
-  const auto byte = [&](int shift) { return static_cast<int>(call.plan >> shift & 255); };
   const FewPlan plan = call.plan ? FewPlan{byte(24), byte(16), byte(8), byte(0)} : choose(p, gpu);
   if (!fits(p, gpu, plan)) return "these rows do not fit into shared memory";
   const FewGrid grid = grid_of(p, gpu, plan);

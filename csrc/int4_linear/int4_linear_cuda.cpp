@@ -9,7 +9,6 @@
 #include "common/tensor_map.h"
 #include "int4_linear/int4_many_rows.cuh"
 #include "int4_linear/int4_many_rows_hopper.cuh"
-#include "int4_linear/int4_sixteen_rows_hopper.cuh"
 #include "int4_linear/int4_unpack.cuh"
 
 namespace flexops {
@@ -19,19 +18,11 @@ using int4::Params;
 
 /// A kernel's configuration: as a number, for measurements, `first << 16 | second << 8 | cluster`.
 struct Plan {
-  int first;    // warps beside each other along n, 2 or 8; or wgmma's rows of x, 16 to 256; or 22,
-                // 24, 14 or 17: the kernel of up to 16 rows, teams and tiles of rows of a block
+  int first;    // warps beside each other along n, 2 or 8; or wgmma's rows of x, 16 to 256
   int second;   // warps of a block; or consumer warpgroups that share the columns, or 7: blocks of
-                // a cluster of two share rows; or stages, an even number
+                // a cluster of two share rows
   int cluster;  // blocks that share the columns
 };
-
-/// How many clusters of so many blocks run at once, less a few: parts of an H200 differ in their
-/// numbers of processors.
-int clusters_of(int size, int processors) {
-  constexpr int kClusters[] = {132, 64, 38, 28, 20, 14, 13, 13};
-  return kClusters[size - 1] * processors / 132;
-}
 
 /// wgmma's tiles and how blocks share the columns: the fewest tiles of a warpgroup one after the
 /// other, then small clusters.
@@ -65,49 +56,10 @@ Plan choose_hopper(const Int4Product& c, int processors) {
   return best;
 }
 
-/// Whether the kernel of up to 16 rows leaves room for the next one: there are nearly as many
-/// blocks as multiprocessors, and each has few chunks of columns.
-bool leaves_room(int64_t blocks, int64_t chunks, int processors) {
-  return blocks <= processors && 5 * blocks > 4 * processors && chunks <= 8;
-}
-
-/// The kernel of up to 16 rows: with room for the next kernel, if that is possible. Otherwise, if
-/// blocks of two teams run all at once, a stage costs its tiles of rows and as much as three more,
-/// for x, and adding the sums of a cluster as much as 16 tiles or more. Else there are blocks of
-/// one team, two on a multiprocessor.
-Plan choose_few(const Int4Product& c, int processors) {
-  const int64_t tiles_n = c.weight.tiles_n,
-                chunks = ceil_div(c.weight.tiles_k, int64_t{int4::kSixteenTeam});
-  const int most_cluster = c.m <= 8 && chunks > 4 ? 2 : 1;
-  for (int cluster = 1; cluster <= most_cluster; ++cluster) {
-    for (int tiles = c.m > 8 ? 4 : 2; tiles <= 4; tiles *= 2) {
-      if (leaves_room(ceil_div(tiles_n, tiles) * cluster, ceil_div(chunks, cluster), processors))
-        return {(c.m > 8 ? 10 : 20) + tiles, 6, cluster};
-    }
-  }
-  Plan best = {};
-  int64_t least_cost = INT64_MAX;
-  for (int log = 0; log <= 3; ++log) {
-    const int cluster = 1 << log;
-    for (int tiles = 2; tiles <= 4; tiles *= 2) {
-      if (ceil_div(tiles_n, tiles) > clusters_of(cluster, processors)) continue;
-      const int64_t cost =
-          ceil_div(chunks, cluster) * (tiles + 3) + (cluster > 1 ? 8 * (log + 1) : 0);
-      if (cost < least_cost) least_cost = cost, best = {20 + tiles, 4, cluster};
-    }
-  }
-  if (best.first) return best;
-  const auto cost_of = [&](int tiles) {
-    return ceil_div(ceil_div(tiles_n, tiles), 2 * processors) * (3 * tiles + 2);
-  };
-  return {cost_of(7) < cost_of(4) ? 17 : 14, 4, 1};
-}
-
 /// Measured on one H200.
 Plan choose(const Int4Product& c, const Gpu& gpu) {
   const int64_t processors = gpu.processors, tiles_n = c.weight.tiles_n;
-  if (gpu.capability == 90)
-    return c.m <= 16 ? choose_few(c, gpu.processors) : choose_hopper(c, gpu.processors);
+  if (gpu.capability == 90) return choose_hopper(c, gpu.processors);
   const int64_t count = ceil_div(tiles_n, 4) * ceil_div(c.m, c.m <= 16 ? 16 : 64);
   if (count >= 3 * processors && c.m > 32) return {8, 8, 1};
   if (count > processors || gpu.shared_of_block < 180 << 10) return {2, 4, 1};
@@ -146,53 +98,6 @@ void launch_many(Params& p, const Plan& plan, void* stream) {
          config_of(ceil_div(p.n, lines) * p.token_tiles * plan.cluster, 32 * plan.second,
                    staged > sums ? staged : sums, plan.cluster, stream),
          p);
-}
-
-template <class T, int kTokens, int kTeams, int kTiles>
-void launch_sixteen(const Params& params, const Plan& plan, void* stream) {
-  const Gpu& gpu = gpu_facts();
-  int4::SixteenParams p = {};
-  p.p = params, p.stages = plan.second, p.x_tiles = 1;
-  p.chunks = static_cast<int>(
-      ceil_div(ceil_div(params.tiles_k, int4::kSixteenTeam), int64_t{plan.cluster}));
-  int64_t count = ceil_div(params.tiles_n, kTiles) * plan.cluster;
-  const bool beside =
-      int4::kSixteenBeside<kTokens, kTeams, kTiles> && leaves_room(count, p.chunks, gpu.processors);
-  if (beside) count = gpu.processors / plan.cluster * plan.cluster;
-  const int half = gpu.shared_of_processor / 2 - 1024;
-  const auto bytes = [&] {
-    return int4::SixteenLayout<kTiles>(8 * kTokens, kTeams, params.group_shift, p.stages).bytes;
-  };
-  while (p.stages > int4::sixteen_least_stages(kTeams) &&
-         bytes() > (beside || kTeams == 1 ? half : gpu.shared_of_block))
-    p.stages -= kTeams;
-  // More than half keeps the next kernel's blocks away.
-  const int64_t shared = beside || kTeams == 1 || bytes() > half ? bytes() : half + 1024;
-  const auto numbers = [&](const void* of) {
-    return map_words(of ? of : params.scales, params.tiles_n, 1, int64_t{params.groups} * 8, kTiles,
-                     1, (64 * int4::kSixteenTeam >> params.group_shift) * 8);
-  };
-  const Dtype type = std::is_same_v<T, bf16> ? Dtype::bf16 : Dtype::f16;
-  if (params.k % 64 == 0) p.x_tiles = int4::kSixteenTeam;
-  p.x = p.x_tiles > 1
-            ? map_matrices(type, params.x, params.tiles_k, params.m, 64, params.k, 64, 8 * kTokens,
-                           int4::kSixteenTeam)
-            : map_matrices(type, params.x, 1, params.m, params.k, params.k, 0, 8 * kTokens);
-  p.words = map_words(params.packed, params.tiles_n, params.tiles_k, 128, kTiles,
-                      int4::kSixteenTeam, 128);
-  p.scales = numbers(params.scales), p.zeros = numbers(params.zeros);
-  const LaunchConfig config =
-      config_of(count, 32 * int4::kSixteenTeam * kTeams, shared, plan.cluster, stream);
-  if (params.group_shift == 5)
-    return launch(rare_kernel<int4::sixteen_rows_hopper<T, kTokens, kTeams, kTiles, true>>, config,
-                  p);
-  launch(kernel<int4::sixteen_rows_hopper<T, kTokens, kTeams, kTiles, false>>, config, p);
-}
-
-template <class T, int kTeams, int kTiles>
-void launch_sixteen(const Params& p, const Plan& plan, void* stream) {
-  p.m <= 8 ? launch_sixteen<T, 1, kTeams, kTiles>(p, plan, stream)
-           : launch_sixteen<T, 2, kTeams, kTiles>(p, plan, stream);
 }
 
 template <class T, int kN, int kDepth, bool kSmall, bool kShared>
@@ -248,10 +153,6 @@ void launch_hopper(Params& p, const Plan& plan, void* stream) {
 template <class T>
 void launch_product(const Int4Product& c, const Plan& plan, void* stream) {
   Params p = make_params(c, plan);
-  if (plan.first == 22) return launch_sixteen<T, 2, 2>(p, plan, stream);
-  if (plan.first == 24) return launch_sixteen<T, 2, 4>(p, plan, stream);
-  if (plan.first == 14) return launch_sixteen<T, 1, 4>(p, plan, stream);
-  if (plan.first == 17) return launch_sixteen<T, 1, 7>(p, plan, stream);
   if (plan.first == 2) {
     if (p.m <= 16) return launch_many<T, 2, 2>(p, plan, stream);
     if (p.m <= 32) return launch_many<T, 4, 2>(p, plan, stream);

@@ -13,7 +13,7 @@ from torch import Tensor
 from .._torch import is_unheard
 from ..nn.linears import function_of, is_bare, is_int4
 from ..ops import few_rows, few_rows_chain
-from ..ops.int4_linear import TILE_N, apart_is_faster, streams
+from ..ops.int4_linear import TILE_N, streams
 from .state import state
 
 _ACTIVATIONS = {"silu": "silu", "none": "gelu", "tanh": "gelu_tanh"}
@@ -45,8 +45,7 @@ def _are_int4(x: Tensor, linears: tuple[Any, ...]) -> bool:
         return False
     weights = [one.weight for one in linears]
     return (
-        not apart_is_faster(x)
-        and all(one.n % TILE_N == 0 and (not x.is_cuda or streams(x, one)) for one in weights)
+        all(one.n % TILE_N == 0 and (not x.is_cuda or streams(x, one)) for one in weights)
         and len({(one.k, one.group_size, one.zeros is None, one.dtype) for one in weights}) == 1
     )
 

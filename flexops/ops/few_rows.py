@@ -24,7 +24,8 @@ from ._arguments import check_device, check_shape, check_tensor
 from ._declared import define
 from ._register import caller
 from ._self_check import Make, checking
-from .int4_linear import TILE_N, Int4Weight, int4_linear, streams
+from .int4_linear import TILE_N, Int4Weight, int4_linear, normalizes, streams
+from .norm import rms_norm
 
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3}
 MOST_ROWS, MOST_WEIGHTS = 16, 3
@@ -50,7 +51,8 @@ def few_rows_linear(
         weights: up to three of ``[n_i, k]``, x's dtype, contiguous; two of one shape for an
             activation. Or :class:`flexops.Int4Weight`, with scales of 16 bits, of one group size,
             all with zero points or all without; ``n_i`` is a multiple of 16 but of the last one.
-            For more than 8 rows, and on a CPU, these are several launches.
+            On a CPU, and for more than 8 rows but on GPUs of 9.0, these are several launches; on
+            those GPUs the norm of more than two rows is one of its own.
         biases: none, or one ``[n_i]`` for each.
         norm: ``[k]``: the weight of an RMS norm of ``x``; None: no norm.
         eps, offset: the norm's; ``offset`` is added to its weight.
@@ -141,6 +143,9 @@ def _call(
     if not all(streams(x, one) for one in weights):
         _check_composed(x, weights, biases, norm, residual, kind, width)
         return reference, (x, weights, biases, *rest, early)
+    if norm is not None and x.dim() and not normalizes(x):
+        _check_alike(x, "norm", norm, [x.shape[-1]])
+        x, rest = rms_norm(x.detach(), norm.detach(), eps, offset=offset), (None, *rest[1:])
     packed, scales, zeros = ([one[i] for one in weights] for i in range(3))
     zeros = [] if first.zeros is None else zeros
     return _int4_call(), (x, packed, scales, zeros, biases, *rest, first.group_size, 0)
@@ -181,9 +186,13 @@ def _check_composed(
         *of_biases, ("norm", norm, [k]), ("residual", residual, [*rows, width])
     ):  # fmt: skip
         if tensor is not None:
-            check_tensor(_NAME, name, tensor, (x.dtype,))
-            check_shape(_NAME, name, tensor, shape)
-            check_device(_NAME, name, tensor, "x", x)
+            _check_alike(x, name, tensor, shape)
+
+
+def _check_alike(x: Tensor, name: str, tensor: Tensor, shape: list[int]) -> None:
+    check_tensor(_NAME, name, tensor, (x.dtype,))
+    check_shape(_NAME, name, tensor, shape)
+    check_device(_NAME, name, tensor, "x", x)
 
 
 def check(

@@ -443,7 +443,7 @@ def linear(x: Tensor, weight: Int4Weight, bias: Tensor | None, mxfp4: bool = Fal
     ops = torch.ops.flexops
     packed, scales, zeros, n, k, group_size = weight
     result: Tensor
-    if streams(x, weight) and _capability(x.device) != (9, 0):  # there int4_product is faster
+    if streams(x, weight):
         lists = [[] if one is None else [one] for one in (packed, scales, zeros, bias)]
         result = ops.int4_few_rows_linear.default(
             x, *lists, None, 0.0, 0.0, None, 0, n, group_size, 0
@@ -480,26 +480,29 @@ def _dequantized(x: Tensor, weight: Int4Weight, bias: Tensor | None, mxfp4: bool
         return F.linear(x, dense, bias)
 
 
-MOST_STREAMED_ROWS = 8
+MOST_STREAMED_ROWS = 16
 _HALVES = (torch.float16, torch.bfloat16)
 
 
 def streams(x: Tensor, weight: Int4Weight) -> bool:
-    """Whether the kernel for few rows computes this product: it keeps ``x`` in shared memory, on
-    GPUs from 9.0 on in that of eight multiprocessors."""
+    """Whether kernels for few rows compute this product: up to 16 on GPUs of 9.0. Elsewhere, and
+    with a norm, ``x`` is kept in shared memory, on GPUs from 9.0 on in that of eight
+    multiprocessors."""
     if not x.is_cuda or x.dtype not in _HALVES or weight.scales.dtype not in _HALVES:
         return False
+    capability, rows = _capability(x.device), x.numel() // max(weight.k, 1)
+    if capability == (9, 0):
+        return rows <= MOST_STREAMED_ROWS
     elements = x.numel() + weight.k  # with a norm's weight
-    large = (9, 0) <= _capability(x.device) < (12, 0)
-    most = 1 << 18 if large else 28672 if x.numel() <= 2 * weight.k else 24576
-    return elements <= most and x.numel() <= MOST_STREAMED_ROWS * weight.k
+    large = capability[0] in (9, 10, 11)
+    return rows <= 8 and elements <= (1 << 18 if large else 28672 if rows <= 2 else 24576)
 
 
-def apart_is_faster(x: Tensor) -> bool:
-    """Whether so many wide rows are multiplied faster by :func:`int4_linear` with the norm before
-    and the residual's addition behind it apart: measured on one H200 for 4 and 8 rows."""
-    wide = x.shape[-1] >= 4096 and x.numel() > 4 * x.shape[-1]
-    return wide and x.is_cuda and _capability(x.device) == (9, 0)
+def normalizes(x: Tensor) -> bool:
+    """Whether those kernels take a norm, too. On GPUs of 9.0 more rows are faster with the norm
+    apart: measured on one H200."""
+    few = x.numel() <= 2 * x.shape[-1] and x.numel() < 1 << 17
+    return few or _capability(x.device) != (9, 0)
 
 
 @functools.cache

@@ -333,13 +333,13 @@ def test_threads_have_graphs_of_their_own():
     assert all(torch.equal(one, expected) for one in found)
 
 
-def kernels_of_a_layer(**options: Any) -> dict[str, float]:
-    """In a step of one sequence, by name: the difference of two models, of two and six layers."""
+def kernels_of_a_layer(rows: int = 1, **options: Any) -> dict[str, float]:
+    """In a step, by name: the difference of two models, of two and six layers."""
 
     def counts(layers: int) -> Counter[str]:
         model = made(num_hidden_layers=layers, **WIDE)
         flexops.patch(model, **options)
-        inputs = prompts(rows=1)
+        inputs = prompts(rows=rows)
         calls = []
         for tokens in (9, 17):
             flexops.generate(model, **inputs, max_new_tokens=tokens, eos_token_id=())
@@ -354,8 +354,12 @@ def kernels_of_a_layer(**options: Any) -> dict[str, float]:
     return {name: (many[name] - few[name]) / 8 / 4 for name in many | few}
 
 
-def test_a_layer_is_seven_kernels_or_fewer():
-    layer = kernels_of_a_layer()
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [(1, {}), (16, {}), (4, {"weights": Int4Config()}), (16, {"weights": Int4Config()})],
+)
+def test_a_layer_is_seven_kernels_or_fewer(rows, options):
+    layer = kernels_of_a_layer(rows, **options)
     assert 5 <= sum(layer.values()) <= 7, layer
 
 
@@ -367,7 +371,7 @@ def test_several_layers_of_4_bits_are_one_kernel():
     assert sum(layer.values()) == 1 / 4, layer
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1, 2, 5, 16])
 @pytest.mark.parametrize("padding", [False, True])
 def test_steps_of_4_bits_give_likely_tokens(rows, padding):
     """Of one sequence attention is in the same kernel as the products."""

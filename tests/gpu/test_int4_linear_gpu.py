@@ -61,17 +61,20 @@ FEW_PLANS = [
     (8, 1, 3, 4),
 ]
 """Rows of x, then a plan's numbers: csrc/int4_few_rows/int4_few_rows_cuda.cpp."""
+SIXTEEN_PLANS = [
+    (3, 2, 4, 4, 1),
+    (16, 2, 4, 4, 2),
+    (9, 2, 4, 6, 8),
+    (8, 2, 2, 4, 1),
+    (16, 2, 2, 8, 2),
+    (8, 1, 4, 4, 1),
+    (16, 1, 4, 2, 2),
+    (11, 1, 4, 3, 1),
+    (5, 1, 7, 3, 4),
+    (16, 1, 7, 2, 1),
+]
+"""The same of csrc/int4_few_rows/int4_sixteen_rows_launch.h."""
 PLANS = [
-    (3, 24, 4, 1),
-    (16, 24, 4, 2),
-    (9, 24, 6, 8),
-    (8, 22, 4, 1),
-    (16, 22, 8, 2),
-    (8, 14, 4, 1),
-    (16, 14, 2, 2),
-    (11, 14, 3, 1),
-    (5, 17, 3, 4),
-    (16, 17, 2, 1),
     (3, 2, 4, 1),
     (20, 2, 8, 8),
     (20, 8, 8, 1),
@@ -98,17 +101,16 @@ PLANS = [
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(
     ("few", "plan"),
-    [*((True, one) for one in FEW_PLANS), *((False, one) for one in PLANS)],
+    [*((True, one) for one in (*FEW_PLANS, *SIXTEEN_PLANS)), *((False, one) for one in PLANS)],
     ids=str,
 )
 def test_every_configuration_gives_float64s_result(few, plan, dtype):
-    rows, first, second, cluster = plan
+    rows, *numbers = plan
     capability = torch.cuda.get_device_capability()
-    if not few and first > 8 and capability != (9, 0):
+    sixteen = len(numbers) == 4
+    if (sixteen or (not few and numbers[0] > 8)) and capability != (9, 0):
         return  # Hopper's
-    cluster = cluster if capability[0] >= 9 else 1
-    chunk = 8 if (9, 0) <= capability < (12, 0) else 4
-    number = (chunk << 24 if few else 0) | first << 16 | second << 8 | cluster
+    number = number_of(numbers, few)
     for group_size in (32, 64, 128):
         weight = weight_of(1000, 2048, group_size, False, dtype)
         x = random_x(rows, 2048, dtype)
@@ -126,8 +128,45 @@ def test_every_configuration_gives_float64s_result(few, plan, dtype):
         assert torch.equal(out, call())
 
 
+def number_of(numbers: list[int], few: bool = True) -> int:
+    """A plan as one number."""
+    capability = torch.cuda.get_device_capability()
+    *first, second, cluster = numbers
+    cluster = cluster if capability[0] >= 9 else 1
+    if len(first) == 2:
+        leading = 16 << 24 | first[0] << 20 | first[1] << 16
+    else:
+        chunk = 8 if (9, 0) <= capability < (12, 0) else 4
+        leading = (chunk << 24 if few else 0) | first[0] << 16
+    return leading | second << 8 | cluster
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(("widths", "activation"), [((80, 48, 21), None), ((328, 328), "gelu")])
+@pytest.mark.parametrize("plan", SIXTEEN_PLANS, ids=str)
+def test_several_weights_of_up_to_sixteen_rows(plan, widths, activation, symmetric, dtype):
+    if torch.cuda.get_device_capability() != (9, 0):
+        return  # Hopper's
+    rows, teams, tiles, stages, sharing = plan
+    cluster = min(sharing * (2 if activation else 1), 8)
+    number = number_of([teams, tiles, stages, cluster])
+    weights = [weight_of(n, 2080, 32, symmetric, dtype) for n in widths]
+    packed, scales, zeros = ([one[i] for one in weights] for i in range(3))
+    width = widths[0] if activation else sum(widths)
+    x, biases = random_x(rows, 2080, dtype), [random_x(1, n, dtype)[0] for n in widths]
+    residual = 10 * random_x(rows, width, dtype)
+    kind, zeros = few_rows.ACTIVATIONS[activation], [] if symmetric else zeros
+    rest = biases, None, 0.0, 0.0, residual, kind, width, 32, number
+    out = torch.ops.flexops.int4_few_rows_linear(x, packed, scales, zeros, *rest).double()
+    options = {"biases": biases, "activation": activation, "residual": residual}
+    wanted = few_rows.composed(x, weights, **options).double()  # type: ignore[arg-type]
+    assert (out - wanted).norm() < 2 * BOUNDS[dtype] * wanted.norm()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 16])
 @pytest.mark.parametrize(
     ("widths", "activation"),
     [((48, 32, 21), None), ((4096, 1024, 1024), None), ((14336, 14336), "silu"), ((40,), None)],

@@ -111,7 +111,7 @@ def given(**changes: Any) -> list[Any]:
         ({"outs": [half(1, 96), half(2, 64)]}, r"phase's out must have shape \[1, 64\]"),
         ({"residuals": [half(2, 64)]}, r"phase's residual must have shape \[1, 64\]"),
         ({"norms": [half(48)]}, r"phase's norm must have shape \[64\]"),
-        ({"x": half(17, 64)}, "at most 8 rows"),
+        ({"x": half(17, 64)}, "at most 16 rows"),
         ({"outs": [half(1, 96), half(1, 48)]}, r"packed must have shape"),
         ({"workspace": workspace()[:4]}, "workspace must have 262144 elements, got 4"),
     ],

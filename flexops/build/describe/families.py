@@ -722,6 +722,7 @@ CATALOG: tuple[OpSpec, ...] = (
                 "zeros": ("float16",),
             },
             shapes={"norm": "x[-1]", "residual": "x[:-1], width"},
+            strided=dict.fromkeys(("x", "norm", "residual"), "aligned"),
             outputs=(Output("x[:-1], width"),),
             hidden=True,
         ),
