@@ -68,6 +68,13 @@ struct KernelChoice {
   int resident = 0;  // threads of which a multiprocessor has registers
   bool ragged =
       false;  // vectors begin where the result has aligned ones, so a row may have one more
+  /// Of norm::forward_held, which waits for the kernel before it itself.
+  static KernelChoice held(const KernelOf<Forward>& kernel, int64_t vector, int64_t items) {
+    KernelChoice made = {kernel, vector, items};
+    made.waits = true;
+    return made;
+  }
+  bool waits = false;
 };
 
 /// Whether rows cut into that many parts are too few to fill a GPU.
@@ -89,7 +96,8 @@ KernelChoice choose_kernel(const NormForward& a) {
     const int items = few && fits(norm::kItems) ? norm::kItems : norm::kManyItems;
     return {(items == norm::kItems ? kCodes : kManyCodes)[type], vector, items};
   }
-  if (!codes && a.residual && fits(norm::kItems)) return {kAdding[type], vector, norm::kItems};
+  if (!codes && a.residual && fits(norm::kItems))
+    return KernelChoice::held(kAdding[type], vector, norm::kItems);
   if (!codes && !a.residual) {
     // Arithmetic decides in layer norm's own kernels, so these add no offset.
     if (same && a.centered && a.offset == 0.0f) {
@@ -97,9 +105,9 @@ KernelChoice choose_kernel(const NormForward& a) {
       const int items = kLayerItems[type][many];
       if (fits(items)) return {kLayer[type][many], vector, items};
     } else if (same && !a.centered && fits(norm::kFewItems)) {
-      return {kFew[type], vector, norm::kFewItems};
+      return KernelChoice::held(kFew[type], vector, norm::kFewItems);
     }
-    if (fits(norm::kManyItems)) return {kMany[type], vector, norm::kManyItems};
+    if (fits(norm::kManyItems)) return KernelChoice::held(kMany[type], vector, norm::kManyItems);
   }
   if (aligned && a.row_type == ElementType::f32 && !codes && !a.residual &&
       vectors > norm::kManyItems * norm::kHeldThreads)
@@ -206,7 +214,7 @@ const char* norm_forward_cuda(const NormForward& a, void* stream) {
   p.eps = a.eps, p.offset = a.offset, p.inverse = 1.0f / static_cast<float>(a.columns);
   p.type = a.type, p.row_type = a.row_type;
   p.weight_type = a.weight_type, p.codes = a.codes, p.centered = a.centered;
-  p.nothing = 0, p.keep_in_l2 = norm::is_large(a.rows * a.columns, a.row_type);
+  p.early = false, p.nothing = 0, p.keep_in_l2 = norm::is_large(a.rows * a.columns, a.row_type);
   if (choice.slot != 0 &&
       (a.centered ? launch_ring<true, hopper::RowShape<8, 3, 1>>(a, p, stream)
                   : launch_ring<false, hopper::RowShape<4, 6, 1>>(a, p, stream)))
@@ -226,7 +234,10 @@ const char* norm_forward_cuda(const NormForward& a, void* stream) {
     p.held = static_cast<int>(needed < room ? needed : room), shared_bytes = p.held * slots;
   }
   const norm::Grid grid(p.lanes, a.rows);
-  launch(choice.kernel, {blocks(grid.blocks), blocks(grid.threads), stream, shared_bytes}, p);
+  LaunchConfig config{blocks(grid.blocks), blocks(grid.threads), stream, shared_bytes};
+  const Gpu& gpu = gpu_facts();
+  p.early = config.early = choice.waits && gpu.capability >= 90 && grid.blocks <= gpu.processors;
+  launch(choice.kernel, config, p);
   return last_error();
 }
 

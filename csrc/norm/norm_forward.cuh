@@ -20,6 +20,7 @@ struct Forward {
   ElementType type, row_type, weight_type;
   Dtype codes;
   bool centered;
+  bool early;       // few rows: the kernel starts before the one ahead has ended
   bool keep_in_l2;  // the second-level cache is asked to keep what is read
   u32 nothing;      // 0: see forget()
 };

@@ -1,6 +1,7 @@
 // The norms' kernel for rows that registers hold whole.
 #pragma once
 
+#include "common/async.cuh"
 #include "norm/norm_forward.cuh"
 
 namespace flexops::norm {
@@ -63,6 +64,7 @@ __global__ void __launch_bounds__(kHeldThreads, kHeldBlocks<kHeld>)
     forward_held(const FLEXOPS_GRID_CONSTANT Forward p) {
   constexpr int V = kPerVector<T>;
   __shared__ Partial<float, 1> shared[2];
+  if (p.early) wait_for_previous(), let_next_start();
   const Group g(p.lanes, true);
   const L2Policy policy(p.keep_in_l2);
   const i64 row = i64(blockIdx.x) * g.count + g.index;

@@ -156,7 +156,7 @@ def test_several_weights_of_up_to_sixteen_rows(plan, widths, activation, symmetr
     packed, scales, zeros = ([one[i] for one in weights] for i in range(3))
     width = widths[0] if activation else sum(widths)
     x, biases = random_x(rows, 2080, dtype), [random_x(1, n, dtype)[0] for n in widths]
-    residual = 10 * random_x(rows, width, dtype)
+    x, residual = x / 64, random_x(rows, width, dtype)
     kind, zeros = few_rows.ACTIVATIONS[activation], [] if symmetric else zeros
     rest = biases, None, 0.0, 0.0, residual, kind, width, 32, number
     out = torch.ops.flexops.int4_few_rows_linear(x, packed, scales, zeros, *rest).double()
