@@ -166,6 +166,8 @@ class Queue(TorchDispatchMode):
             self.run()
             if self._norms:
                 self._write_what(*tree_leaves((args, kwargs)))
+        if func is _aten.embedding.default:  # takes some tokens one after another
+            return args[0][args[1]]
         return func(*args, **(kwargs or {}))
 
     def _write_what(self, *read: Any) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +28,12 @@ class CompressedStore(Store):
 
     Attributes:
         codes: of each layer, rings included.
+        prompt: inside of :meth:`filling`, how many tokens it has, int64 ``[1]``.
+        slots: there, the token that each slot of a ring gets, the same in all layers.
     """
+
+    prompt: Tensor | None = None
+    slots: Tensor | None = None
 
     def __init__(self, layers: int, max_length: int, settings: Settings) -> None:
         super().__init__(layers, max_length)
@@ -71,6 +78,14 @@ class CompressedStore(Store):
         self.put(layer, made)
         self._count(key.shape[0], key.device)
 
+    @contextlib.contextmanager
+    def filling(self, last: Tensor) -> Iterator[None]:
+        self.prompt, self.slots = last + 1, None
+        try:
+            yield
+        finally:
+            self.prompt = self.slots = None
+
     def put(self, layer: int, codes: ops.CompressedKVCache) -> None:
         self.codes[layer] = codes
         self.keys[layer], self.values[layer] = codes.recent_k, codes.recent_v
@@ -101,6 +116,13 @@ class CompressedLayer(KVCacheLayer):
 
     def _append(self, key: Tensor, value: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """The prompt attends to what was computed; later tokens to what is kept of it."""
+        if self.store.prompt is not None:
+            if self.store.slots is None:
+                self.store.slots = ops.slots_of(self.codes(), self.store.prompt)
+            new = key.transpose(1, 2), value.transpose(1, 2)
+            ops.fill_compressed_(self.codes(), *new, self.store.slots)
+            self.length = end
+            return key, value
         before = ops.decompress(self.codes(), self.length) if self.length else None
         new = key.transpose(1, 2), value.transpose(1, 2)
         ops.append_compressed_(self.codes(), *new, self.length)

@@ -119,6 +119,12 @@ class Store:
         finally:
             self.bucket = 0
 
+    def filling(self, last: Tensor) -> contextlib.AbstractContextManager[None]:
+        """Inside, layers get a prompt, and tokens behind it: the prompt's last one is number
+        ``last``, int64 ``[1]`` on the device."""
+        del last  # steps write over what is behind
+        return contextlib.nullcontext()
+
 
 class KVCacheLayer(CacheLayerMixin):
     """One layer of a :class:`KVCache`."""

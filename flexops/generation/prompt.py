@@ -15,7 +15,6 @@ from torch import Tensor
 
 from . import step
 from .cache import KVCache
-from .layers import Store
 from .names import cache_name
 from .state import nothing_hidden
 
@@ -53,7 +52,7 @@ def logits_of(
     filled = filled_length(length)
     if keep != 1 or batch * filled > MOST_TOKENS or filled > room_of(model, cache):
         return None
-    if type(store) is not Store or store.batch not in (-1, batch):
+    if store.batch not in (-1, batch):
         return None
     if decoder.refused or step.is_capturing(tokens):
         return None
@@ -61,7 +60,8 @@ def logits_of(
     def compute(padded: Tensor, last: Tensor) -> Tensor:
         cache.crop_to(0)
         named = {cache_name(): cache, "use_cache": True}
-        return _logits(forward, padded, last, named)
+        with store.filling(last):
+            return _logits(forward, padded, last, named)
 
     with step.untracked():
         if not _is_usual(mask, positions, length) or not can_fill(model, forward, cache):

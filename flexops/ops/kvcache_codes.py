@@ -174,6 +174,27 @@ def append_compressed_(cache: CompressedKVCache, k: Tensor, v: Tensor, length: i
             ring[:, slots] = x[:, kept - length :][:, tokens]
 
 
+def slots_of(cache: CompressedKVCache, length: Tensor) -> Tensor:
+    """The token of each slot of a ring, int64 ``[residual + group_size]``, behind ``length`` of
+    them, int64 ``[1]``; of a slot that stays empty any that is behind."""
+    ring = cache.recent_k.shape[1]
+    coded = (length - cache.residual).clamp(min=0) // cache.group_size * cache.group_size
+    return coded + (torch.arange(ring, device=length.device) - coded) % ring
+
+
+def fill_compressed_(cache: CompressedKVCache, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """What :func:`append_compressed_` does with the first tokens of ``k`` and ``v``, ``[batch,
+    tokens, heads, head_dim]``, and an empty cache, where only the device knows how many they are
+    (``slots``: :func:`slots_of`). Behind them there are codes that nothing reads."""
+    tokens = k.shape[1]
+    coded = cache.coded(tokens)
+    if coded:
+        _compress(k[:, :coded], v[:, :coded], *cache[:4], 0, *cache[6:])
+    slots = slots.clamp(max=tokens - 1)
+    cache.recent_k.copy_(k[:, slots])
+    cache.recent_v.copy_(v[:, slots])
+
+
 def _spans(ring: Tensor, first: int, end: int) -> list[tuple[slice, slice]]:
     """Where tokens lie in a ring that has room for them, in one or two pieces: slots, and tokens
     counted from ``first``."""

@@ -305,7 +305,7 @@ def embedding(module: Any, x: Tensor, position_ids: Tensor, *more: Any, **named:
         return plain(module, x, position_ids, *more, **named)
     key = (id(module), more, tuple(named.items()))
     table = tables.of(key, x, lambda every: plain(module, x, every, *more, **named))
-    rows = table.index_select(0, position_ids.flatten()).view(*position_ids.shape, -1)
+    rows = table[position_ids]  # index_select takes some rows one after another
     cos, sin = rows.chunk(2, -1)
     setattr(cos, _TABLES, (table.chunk(4, -1)[::2], table.chunk(2, -1)))
     return cos, sin

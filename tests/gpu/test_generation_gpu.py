@@ -139,6 +139,32 @@ def test_prompts_are_filled_up_and_captured(name, length):
     assert (first[0] - expected).abs().max() <= 0.03 * expected.abs().max()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("length", [40, 130, 300])
+def test_prompts_into_compressed_caches_are_captured(bits, length):
+    """The graph leaves what the first prompt of that length has left, and what a call of the model
+    leaves but for rounding."""
+    model = made(max_position_embeddings=512, **WIDE)
+    ids = torch.randint(3, 97, (2, length), generator=torch.Generator().manual_seed(1)).cuda()
+    options: dict[str, Any] = {"bits": bits, "group_size": 64, "residual_length": 64}
+    caches = [flexops.KVCache(model.config, 512, **options) for _ in range(2)]
+    model(ids, past_key_values=caches[0], use_cache=True)
+    flexops.patch(model)
+    found = []
+    for _ in range(3):
+        caches[1].crop_to(0)
+        flexops.generate(model, ids, max_new_tokens=1, eos_token_id=(), cache=caches[1])
+        assert caches[1].length == length
+        found.append([x.clone() for one in caches[1].layers for x in (one.keys, one.values)])
+    assert {key[0] for key in caches[1].store.graphs} == {"prompt"}
+    known = [x for one in caches[0].layers for x in (one.keys, one.values)]
+    for one, two, three, wanted in zip(*found, known, strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(two, three)
+        assert (one - wanted).norm() < 0.05 * wanted.norm()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_conversation_goes_on(name):
     """Turns of few and of many tokens behind those of a cache, twice: the second time by graphs."""

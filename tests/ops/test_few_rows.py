@@ -145,7 +145,7 @@ def test_weights_of_4_bits_that_do_not_fit_each_other():
     with pytest.raises(ValueError, match=r"x must have shape \[..., 128\]"):
         flexops.few_rows_linear(x[:, :64].contiguous(), [one])
     lists = ([part] for part in one[:3])
-    with pytest.raises(ValueError, match="at most 8 rows"):
+    with pytest.raises(ValueError, match="at most 16 rows"):
         torch.ops.flexops.int4_few_rows_linear(
-            x.repeat(5, 1), *lists, [], None, 0.0, 0.0, None, 0, 32, 64, 0
+            x.repeat(9, 1), *lists, [], None, 0.0, 0.0, None, 0, 32, 64, 0
         )

@@ -81,6 +81,24 @@ def test_parts_give_the_cache_of_the_whole():
         codes.append_compressed_(cache, k[:, :41], v[:, :41], 600)
 
 
+@pytest.mark.parametrize("length", [1, 64, 127, 128, 129, 191, 192, 300])
+def test_tokens_whose_number_the_device_knows_give_the_same_cache(length):
+    _, k, v = grown(4, 64, 64)
+    given, filled = (
+        codes.make_compressed_cache(
+            3, 640, 2, 64, bits=4, group_size=64, residual_length=64, dtype=torch.float32
+        )
+        for _ in range(2)
+    )
+    codes.append_compressed_(given, k[:, :length], v[:, :length], 0)
+    codes.fill_compressed_(filled, k, v, codes.slots_of(filled, torch.tensor([length])))
+    for n in (length, length + 64):  # codes that were read by nothing are written again
+        pairs = zip(codes.decompress(filled, n), codes.decompress(given, n), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+        for cache in (filled, given):
+            codes.append_compressed_(cache, k[:, :64], v[:, :64], n)
+
+
 @pytest.mark.parametrize(("bits", "group", "dim"), CASES[:3])
 def test_a_step_attends_to_what_the_cache_holds(bits, group, dim):
     cache, *_ = grown(bits, group, dim)
