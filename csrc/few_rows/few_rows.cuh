@@ -6,7 +6,8 @@
 // 16 bytes a lane: which 16 of k one product adds up is free, if both operands agree, so a lane's
 // bytes lie together. Tensor cores, because a lane would otherwise widen every weight. A warp has
 // two chunks of k in flight: while it multiplies one, the other arrives. On 9.0, one or two rows
-// are multiplied without tensor cores: few_rows_fma_hopper.cuh.
+// are multiplied without tensor cores: few_rows_fma_hopper.cuh; for more than eight the copy engine
+// brings the weights: few_rows_copied_hopper.cuh.
 //
 // A block first copies one row or two to shared memory while its first weights are on their way.
 // There they are multiplied by the norm's weights, and their squares added up; a row's factor is

@@ -1,9 +1,10 @@
-// The launcher of products of a few rows: which kernel, and a block for each 16 columns.
+// The launcher of products of a few rows: which kernel, and its blocks.
 
 #include "few_rows/few_rows.h"
 
 #include "common/launch.h"
 #include "few_rows/few_rows.cuh"
+#include "few_rows/few_rows_copied_launch.h"
 #include "few_rows/few_rows_fma_hopper.cuh"
 
 namespace flexops {
@@ -57,6 +58,12 @@ KernelOf<Params> fma_kernel_for(int shape, bool gated, int rows) {
 }  // namespace
 
 const char* few_rows_cuda(const FewRows& o, void* stream) {
+  if (takes_copied(o, gpu_facts())) {
+    const CopiedPlan plan = choose_copied(o, gpu_facts().processors);
+    o.x.dtype == Dtype::bf16 ? launch_copied<bf16>(o, plan, stream)
+                             : launch_copied<f16>(o, plan, stream);
+    return last_error();
+  }
   const bool gated = o.activation != kFewNone;
   const int64_t width = o.out.columns();
   Params p = {};

@@ -12,35 +12,22 @@
 // weights meanwhile. Then there is one block for each multiprocessor: with fewer, some would get
 // two of the next kernel, and those the next two, and so on. Blocks without work of their own do
 // the last one's once more.
-//
-// A block has rows of one weight. Of a gate and what it gates, blocks of even and of odd rank in a
-// cluster have the same rows.
 #pragma once
 
-#include "common/reduce.cuh"
 #include "common/wgmma.cuh"
-#include "few_rows/few_rows.cuh"
+#include "few_rows/few_rows_sums_hopper.cuh"
 #include "int4_linear/int4_codes.cuh"
 
 namespace flexops::int4 {
 
 struct SixteenParams {
-  struct Weight {
-    // Boxes of a stage: words, scales and zero points.
-    hopper::TensorMap words, scales, zeros;
-    const void* bias;
-    int end;             // of its blocks, beside each other
-    int columns, start;  // of the result
-  };
-  hopper::TensorMap x;  // boxes: 64 columns, all rows and eight tiles of columns, or one
-  Weight weights[few_rows::kMaxWeights];
-  const void* residual;  // [m, width], or null
-  void* out;             // [m, width]
-  int m, width, tiles_k;
+  few_rows::Result result;
+  // Boxes: 64 columns, all rows and eight tiles of columns of x, or one; a stage's words, scales
+  // and zero points of each weight.
+  hopper::TensorMap x, words[few_rows::kMaxWeights], scales[few_rows::kMaxWeights],
+      zeros[few_rows::kMaxWeights];
+  int tiles_k;
   int group_shift;  // log2 of the group size
-  int activation;
-  int cluster;  // blocks that share the columns of a tile of the result, of a gate's pair both
-  int blocks;   // or clusters, that have work
   int stages;
   int chunks;   // of columns, that a block has at most, as many as a stage has
   int x_tiles;  // tiles of columns of a box of x
@@ -59,11 +46,10 @@ inline constexpr bool kSixteenBeside = kTeams == 1 || (kTokens == 1 && kTiles <=
 /// Shared memory, in bytes. The sums, of warps and of the block, take the place of the stages.
 template <int kTiles>
 struct SixteenLayout {
-  static constexpr int kStride = 16 * kTiles + 4;  // of the sums, in floats
   static constexpr int kWords = kTiles * kSixteenTeam * 512;
   int numbers, weights, x, x_at, sums, barriers, bytes;
   FLEXOPS_DEVICE SixteenLayout(int tokens, int teams, int group_shift, int stages) {
-    const int of_tokens = tokens * kStride * 4;
+    const int of_tokens = tokens * few_rows::kSumsStride<16 * kTiles> * 4;
     numbers = kTiles * (64 * kSixteenTeam >> group_shift) * 32;  // scales of a stage
     weights = (kWords + 2 * numbers + 1023) / 1024 * 1024, x = kSixteenTeam * tokens * 128;
     x_at = stages * weights, sums = teams * kSixteenTeam * of_tokens;
@@ -73,50 +59,6 @@ struct SixteenLayout {
   }
 };
 
-/// Four results of a row of x, from column `n` of a weight's on: with its bias, activated, added
-/// to. `up`: those that a gate's are multiplied by.
-template <class T>
-FLEXOPS_DEVICE void write_quad(const SixteenParams& p, int which, int token, int n,
-                               const float4& sum, const float4& up) {
-  const SixteenParams::Weight& weight = p.weights[which];
-  if (n >= weight.columns) return;
-  const float sums[2][4] = {{sum.x, sum.y, sum.z, sum.w}, {up.x, up.y, up.z, up.w}};
-  const i64 place = static_cast<i64>(token) * p.width + weight.start + n;
-  const bool whole = n + 4 <= weight.columns && p.width % 4 == 0;
-  u32 words[2] = {};
-  if (p.residual && whole) {
-    const uint2 added = *reinterpret_cast<const uint2*>(static_cast<const T*>(p.residual) + place);
-    words[0] = added.x, words[1] = added.y;
-  }
-  float total[4];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const bool inside = n + j < weight.columns;
-    const auto with_bias = [&](int i, int of) {
-      const T* const bias = static_cast<const T*>(p.weights[of].bias);
-      return bias && inside ? sums[i][j] + to_float(bias[n + j]) : sums[i][j];
-    };
-    total[j] = with_bias(0, which);
-    if (p.activation)
-      total[j] = few_rows::activate(few_rows::round_to<T>(total[j]), p.activation) *
-                 few_rows::round_to<T>(with_bias(1, 1));
-    if (p.residual && inside) {
-      const float added = whole ? half_of<T>(words[j / 2], j % 2)
-                                : to_float(static_cast<const T*>(p.residual)[place + j]);
-      total[j] = few_rows::round_to<T>(total[j]) + added;
-    }
-  }
-  T* const out = static_cast<T*>(p.out) + place;
-  if (whole) {
-    *reinterpret_cast<uint2*>(out) = {pack2<T>(total[0], total[1]), pack2<T>(total[2], total[3])};
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    if (n + j < weight.columns) out[j] = from_float<T>(total[j]);
-  }
-}
-
 /// kTokens: eights of rows of x, 1 or 2. kTiles: of rows of W.
 template <class T, int kTokens, int kTeams, int kTiles, bool kSmall>
 __global__ void __launch_bounds__(32 * kSixteenTeam * kTeams,
@@ -125,21 +67,17 @@ __global__ void __launch_bounds__(32 * kSixteenTeam * kTeams,
   using namespace hopper;
   using X = Panels<8 * kTokens, 64>;
   using Layout = SixteenLayout<kTiles>;
-  constexpr int kTeam = kSixteenTeam, kWarps = kTeam * kTeams, kThreads = 32 * kWarps,
-                kUnits = kSmall ? 2 : 1;
+  constexpr int kTeam = kSixteenTeam, kWarps = kTeam * kTeams, kUnits = kSmall ? 2 : 1;
   __align__(1024) extern __shared__ u8 staged[];
   const int thread = static_cast<int>(threadIdx.x), warp = shuffle(thread / 32, 0),
             lane = thread % 32;
-  const int g = lane / 4, t = lane % 4, member = warp % kTeam, team = warp / kTeam;
-  const int rank = cluster_rank(), pair = p.activation ? 2 : 1, stages = p.stages;
-  int which = p.activation ? rank % 2 : 0, block = min(cluster_index(), p.blocks - 1);
-  if (!p.activation) {
-    while (which < few_rows::kMaxWeights - 1 && block >= p.weights[which].end) ++which;
-    if (which > 0) block -= p.weights[which - 1].end;
-  }
-  const SixteenParams::Weight& weight = p.weights[which];
+  const int g = lane / 4, member = warp % kTeam, team = warp / kTeam;
+  const few_rows::Share share(p.result);
+  const hopper::TensorMap &words_map = p.words[share.which], &scales_map = p.scales[share.which],
+                          &zeros_map = p.zeros[share.which];
+  const int stages = p.stages;
   // The block's chunks of columns.
-  const int begin = p.chunks * (rank / pair),
+  const int begin = p.chunks * share.part,
             count = max(min(p.chunks, (p.tiles_k + kTeam - 1) / kTeam - begin), 0);
   const Layout at(8 * kTokens, kTeams, p.group_shift, stages);
   const u32 memory = shared_address(staged), full = memory + at.barriers,
@@ -154,13 +92,13 @@ __global__ void __launch_bounds__(32 * kSixteenTeam * kTeams,
   // Of rows and columns past the last one, the copy engine stores zeros.
   const auto fetch_weight = [&](int chunk, int slot) {
     const u32 to = memory + slot * at.weights, bar = full + 8 * slot;
-    const int tile = (begin + chunk) * kTeam, tile_n = block * kTiles,
+    const int tile = (begin + chunk) * kTeam, tile_n = share.block * kTiles,
               number = (tile * 64 >> p.group_shift) * 8;
     expect(bar, Layout::kWords + (p.has_zeros ? 2 : 1) * at.numbers + at.x);
-    load_tile(to, weight.words, bar, 0, tile, tile_n, 0);
-    load_tile(to + Layout::kWords, weight.scales, bar, number, 0, tile_n, 0);
+    load_tile(to, words_map, bar, 0, tile, tile_n, 0);
+    load_tile(to + Layout::kWords, scales_map, bar, number, 0, tile_n, 0);
     if (p.has_zeros)
-      load_tile(to + Layout::kWords + at.numbers, weight.zeros, bar, number, 0, tile_n, 0);
+      load_tile(to + Layout::kWords + at.numbers, zeros_map, bar, number, 0, tile_n, 0);
   };
   const auto fetch_x = [&](int chunk, int slot) {
     const u32 to = memory + at.x_at + slot * at.x, bar = full + 8 * slot;
@@ -265,61 +203,14 @@ __global__ void __launch_bounds__(32 * kSixteenTeam * kTeams,
     if (++slot == stages) slot = 0, phase ^= 1;
   }
   __syncthreads();  // all have read the stages
-  // The sums, by rows of x: of each warp, then of the block.
-  constexpr int kPart = 8 * kTokens * Layout::kStride;  // floats of a warp
   float* const parts = reinterpret_cast<float*>(staged);
-  float* const to = parts + warp * kPart + 2 * t * Layout::kStride + g;
 #pragma unroll
-  for (int r = 0; r < kTiles; ++r) {
-#pragma unroll
-    for (int n = 0; n < kTokens; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        to[(8 * n + i % 2) * Layout::kStride + 16 * r + i / 2 * 8] = acc[r][n][i];
-    }
-  }
+  for (int r = 0; r < kTiles; ++r)
+    few_rows::store_sums<16 * kTiles>(
+        parts + warp * 8 * kTokens * few_rows::kSumsStride<16 * kTiles>, 16 * r, acc[r]);
   __syncthreads();
-  float* const sums = reinterpret_cast<float*>(staged + at.sums);
-  const int first_line = block * 16 * kTiles, quads = p.m * 4 * kTiles;
-#pragma unroll 1
-  for (int i = thread; i < quads; i += kThreads) {
-    const int token = i / (4 * kTiles), line = i % (4 * kTiles) * 4,
-              place = token * Layout::kStride + line;
-    float4 sum = {};
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      const float4 part = *reinterpret_cast<const float4*>(parts + w * kPart + place);
-      sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-    }
-    if (p.cluster > 1) {
-      *reinterpret_cast<float4*>(sums + place) = sum;
-    } else {
-      write_quad<T>(p, which, token, first_line + line, sum, sum);
-    }
-  }
-  if (p.cluster == 1) return;
-  cluster_sync();
-  // Each block of a cluster adds, in one order, and writes its part of the results.
-#pragma unroll 1
-  for (int i = thread + kThreads * rank; i < quads; i += kThreads * p.cluster) {
-    const int token = i / (4 * kTiles), line = i % (4 * kTiles) * 4;
-    const auto* const from = reinterpret_cast<const float4*>(sums + token * Layout::kStride + line);
-    float4 part[kMostClusterBlocks], even = {}, odd = {};
-#pragma unroll
-    for (int other = 0; other < kMostClusterBlocks; ++other) {
-      if (other < p.cluster) part[other] = cluster_load(from, other);
-    }
-#pragma unroll
-    for (int other = 0; other < kMostClusterBlocks; ++other) {
-      if (other >= p.cluster) break;
-      float4& to = other % 2 ? odd : even;
-      to.x += part[other].x, to.y += part[other].y;
-      to.z += part[other].z, to.w += part[other].w;
-    }
-    if (!p.activation) even = {even.x + odd.x, even.y + odd.y, even.z + odd.z, even.w + odd.w};
-    write_quad<T>(p, p.activation ? 0 : which, token, first_line + line, even, odd);
-  }
-  cluster_leave();
+  few_rows::write_sums<T, kWarps, 8 * kTokens, 16 * kTiles>(
+      p.result, share, parts, reinterpret_cast<float*>(staged + at.sums));
 }
 
 }  // namespace flexops::int4

@@ -3,8 +3,8 @@
 
 #include <stdint.h>
 
-#include "common/launch.h"
 #include "common/tensor_map.h"
+#include "few_rows/few_rows_sums_launch.h"
 #include "int4_few_rows/int4_few_rows.h"
 #include "int4_few_rows/int4_sixteen_rows_hopper.cuh"
 
@@ -18,18 +18,16 @@ struct SixteenPlan {
   int cluster;  // blocks that share columns, of a gate and what it gates
 };
 
-/// Blocks that do not share columns: of each weight, or of a gate.
-inline int64_t sixteen_blocks(const Int4FewRows& call, int tiles) {
-  int64_t blocks = 0;
-  for (int64_t i = 0; i < (call.activation ? 1 : call.packed.count); ++i)
-    blocks += ceil_div(call.packed[i].size(0), int64_t{tiles});
-  return blocks;
+inline int64_t weights_of(const Int4FewRows& call) { return call.packed.count; }
+inline int64_t columns_of(const Int4FewRows& call, int64_t i) {
+  int64_t before = 0;
+  for (int64_t j = 0; j < i && !call.activation; ++j) before += 16 * call.packed[j].size(0);
+  return least(16 * call.packed[i].size(0), call.out.columns() - before);
 }
 
-/// Whether there is room for the next kernel: there are nearly as many blocks as multiprocessors,
-/// and each has few chunks of columns.
+/// Whether there is room for the next kernel: each block has few chunks of columns.
 inline bool leaves_room(int64_t blocks, int64_t chunks, int processors) {
-  return blocks <= processors && 5 * blocks > 4 * processors && chunks <= 8;
+  return fills_once(blocks, processors) && chunks <= 8;
 }
 
 /// With room for the next kernel, if that is possible. Otherwise, if blocks of two teams run all at
@@ -43,7 +41,8 @@ inline SixteenPlan choose_sixteen(const Int4FewRows& call, int processors) {
   for (int sharing = 1; sharing <= most_sharing; ++sharing) {
     for (int tiles = rows > 8 ? 4 : 2; tiles <= 4; tiles *= 2) {
       const int cluster = sharing * pair;
-      if (leaves_room(sixteen_blocks(call, tiles) * cluster, ceil_div(chunks, sharing), processors))
+      if (leaves_room(clusters_with_work(call, 16 * tiles) * cluster, ceil_div(chunks, sharing),
+                      processors))
         return {rows > 8 ? 1 : 2, tiles, 6, cluster};
     }
   }
@@ -52,7 +51,7 @@ inline SixteenPlan choose_sixteen(const Int4FewRows& call, int processors) {
   for (int log = 0, sharing = 1; sharing * pair <= 8; ++log, sharing *= 2) {
     const int cluster = sharing * pair;
     for (int tiles = 2; tiles <= 4; tiles *= 2) {
-      if (sixteen_blocks(call, tiles) > clusters_of(cluster, processors)) continue;
+      if (clusters_with_work(call, 16 * tiles) > clusters_of(cluster, processors)) continue;
       const int64_t cost =
           ceil_div(chunks, sharing) * (tiles + 3) + (cluster > 1 ? 8 * (log + pair) : 0);
       if (cost < least_cost) least_cost = cost, best = {2, tiles, 4, cluster};
@@ -60,7 +59,8 @@ inline SixteenPlan choose_sixteen(const Int4FewRows& call, int processors) {
   }
   if (best.teams) return best;
   const auto cost_of = [&](int tiles) {
-    return ceil_div(sixteen_blocks(call, tiles) * pair, int64_t{2} * processors) * (3 * tiles + 2);
+    return ceil_div(clusters_with_work(call, 16 * tiles) * pair, int64_t{2} * processors) *
+           (3 * tiles + 2);
   };
   return {1, cost_of(7) < cost_of(4) ? 7 : 4, 4, pair};
 }
@@ -72,17 +72,14 @@ void launch_sixteen(const Int4FewRows& call, const SixteenPlan& plan, void* stre
                 groups = ceil_div(tiles_k * 64, call.group_size);
   const int pair = call.activation ? 2 : 1;
   int4::SixteenParams p = {};
-  p.residual = call.residual.data, p.out = call.out.data;
-  p.m = static_cast<int>(call.x.rows()), p.width = static_cast<int>(call.out.columns());
+  p.result = make_result(call, 16 * kTiles, plan.cluster);
   p.tiles_k = static_cast<int>(tiles_k);
   p.group_shift = call.group_size == 32 ? 5 : call.group_size == 64 ? 6 : 7;
-  p.activation = static_cast<int>(call.activation);
-  p.cluster = plan.cluster, p.stages = plan.stages;
+  p.stages = plan.stages;
   p.chunks = static_cast<int>(
       ceil_div(ceil_div(tiles_k, int64_t{int4::kSixteenTeam}), int64_t{plan.cluster / pair}));
-  p.blocks = static_cast<int>(sixteen_blocks(call, kTiles));
   p.has_zeros = call.zeros.count > 0, p.half_scales = call.scales[0].dtype == Dtype::f16;
-  int64_t count = int64_t{p.blocks} * plan.cluster;
+  int64_t count = int64_t{p.result.blocks} * plan.cluster;
   const bool beside =
       int4::kSixteenBeside<kTokens, kTeams, kTiles> && leaves_room(count, p.chunks, gpu.processors);
   if (beside) count = gpu.processors / plan.cluster * plan.cluster;
@@ -97,31 +94,22 @@ void launch_sixteen(const Int4FewRows& call, const SixteenPlan& plan, void* stre
   const int64_t shared = beside || kTeams == 1 || bytes() > half ? bytes() : half + 1024;
   if (k % 64 == 0) {
     p.x_tiles = int4::kSixteenTeam;
-    p.x = map_matrices(call.x.dtype, call.x.data, tiles_k, p.m, 64, k, 64, 8 * kTokens,
+    p.x = map_matrices(call.x.dtype, call.x.data, tiles_k, p.result.rows, 64, k, 64, 8 * kTokens,
                        int4::kSixteenTeam);
   } else {
-    p.x_tiles = 1, p.x = map_matrices(call.x.dtype, call.x.data, 1, p.m, k, k, 0, 8 * kTokens);
+    p.x_tiles = 1,
+    p.x = map_matrices(call.x.dtype, call.x.data, 1, p.result.rows, k, k, 0, 8 * kTokens);
   }
-  int before = 0, end = 0;
-  for (int i = 0; i < few_rows::kMaxWeights; ++i) {
-    int4::SixteenParams::Weight& weight = p.weights[i];
-    weight.end = p.blocks;
-    if (i >= call.packed.count) continue;
+  for (int64_t i = 0; i < call.packed.count; ++i) {
     const int64_t tiles = call.packed[i].size(0);
     const auto numbers = [&](const TensorViews& of) {
       return map_words(of[i].data, tiles, 1, groups * 8, kTiles, 1,
                        (64 * int4::kSixteenTeam >> p.group_shift) * 8);
     };
-    weight.words =
+    p.words[i] =
         map_words(call.packed[i].data, tiles, tiles_k, 128, kTiles, int4::kSixteenTeam, 128);
-    weight.scales = numbers(call.scales);
-    weight.zeros = numbers(p.has_zeros ? call.zeros : call.scales);
-    weight.bias = call.biases.count ? call.biases[i].data : nullptr;
-    weight.start = p.activation ? 0 : before;
-    weight.columns = static_cast<int>(least(16 * tiles, int64_t{p.width} - weight.start));
-    before += static_cast<int>(16 * tiles),
-        end += static_cast<int>(ceil_div(tiles, int64_t{kTiles}));
-    weight.end = p.activation ? p.blocks : end;
+    p.scales[i] = numbers(call.scales),
+    p.zeros[i] = numbers(p.has_zeros ? call.zeros : call.scales);
   }
   const LaunchConfig config = {blocks(count), {32u * int4::kSixteenTeam * kTeams}, stream,
                                shared,        static_cast<unsigned>(plan.cluster), true};

@@ -490,7 +490,7 @@ def streams(x: Tensor, weight: Int4Weight) -> bool:
     multiprocessors."""
     if not x.is_cuda or x.dtype not in _HALVES or weight.scales.dtype not in _HALVES:
         return False
-    capability, rows = _capability(x.device), x.numel() // max(weight.k, 1)
+    capability, rows = capability_of(x.device), x.numel() // max(weight.k, 1)
     if capability == (9, 0):
         return rows <= MOST_STREAMED_ROWS
     elements = x.numel() + weight.k  # with a norm's weight
@@ -498,15 +498,8 @@ def streams(x: Tensor, weight: Int4Weight) -> bool:
     return rows <= 8 and elements <= (1 << 18 if large else 28672 if rows <= 2 else 24576)
 
 
-def normalizes(x: Tensor) -> bool:
-    """Whether those kernels take a norm, too. On GPUs of 9.0 more rows are faster with the norm
-    apart: measured on one H200."""
-    few = x.numel() <= 2 * x.shape[-1] and x.numel() < 1 << 17
-    return few or _capability(x.device) != (9, 0)
-
-
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability_of(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
@@ -517,7 +510,7 @@ def _most_rows(x: Tensor, scales: Tensor) -> int:
         return 32
     if torch.float32 in (x.dtype, scales.dtype):
         return 0
-    return 1024 if _capability(x.device) == (9, 0) else 128
+    return 1024 if capability_of(x.device) == (9, 0) else 128
 
 
 def _unpack_fake(packed: Tensor, *rest: Any) -> Tensor:

@@ -32,6 +32,18 @@ LARGE = [
     (264, (9003, 9003), "silu"),
     (26624, (500,), None),  # shared memory holds one normalized row, not two
 ]
+COPIED = [
+    (192, (50, 21, 7), None),
+    (64, (100,), None),
+    (8192, (40,), None),
+    (320, (333, 333), "gelu_tanh"),
+    (2048, (2048, 512, 512), None),
+    (2048, (8192, 8192), "silu"),
+    (4160, (3000, 2000, 1152), None),
+    (1024, (14336, 14336), "gelu"),
+]
+"""Of these the kernel of 9 to 16 rows on GPUs of 9.0 has each number of tiles, and clusters of
+each size."""
 OPERANDS = ["plain", "residual", "norm"]
 
 
@@ -84,3 +96,30 @@ def test_a_small_product(k, widths, activation, operands, rows, dtype):
 @pytest.mark.parametrize(("k", "widths", "activation"), LARGE)
 def test_a_large_product(k, widths, activation, operands, rows):
     verify(rows, k, widths, activation, torch.bfloat16, operands)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [9, 13, 16])
+@pytest.mark.parametrize("operands", OPERANDS)
+@pytest.mark.parametrize(("k", "widths", "activation"), COPIED)
+def test_a_product_of_more_rows(k, widths, activation, operands, rows, dtype):
+    verify(rows, k, widths, activation, dtype, operands)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("which", ["x", "weight", "norm", "residual"])
+def test_operands_at_any_address(which):
+    shapes = {"x": (16, 256), "weight": (64, 256), "norm": (256,), "residual": (16, 64)}
+
+    def made(name: str) -> Tensor:
+        """Contiguous, at no multiple of four bytes if it is this one."""
+        count = torch.Size(shapes[name]).numel()
+        memory = torch.randn(count + 1, device="cuda").bfloat16()
+        return memory[name == which :][:count].view(shapes[name])
+
+    given = {name: made(name) for name in shapes}
+    x, weights = given.pop("x"), [given.pop("weight")]
+    out = few_rows.few_rows_linear(x, weights, **given).double()
+    wanted = few_rows.composed(x, weights, **given).double()
+    assert (out - wanted).norm() < 8e-3 * wanted.norm()

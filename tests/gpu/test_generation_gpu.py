@@ -162,7 +162,7 @@ def test_prompts_into_compressed_caches_are_captured(bits, length):
     for one, two, three, wanted in zip(*found, known, strict=True):
         assert torch.equal(one, two)
         assert torch.equal(two, three)
-        assert (one - wanted).norm() < 0.05 * wanted.norm()
+        assert (one - wanted).norm() < 0.1 * wanted.norm()
 
 
 @pytest.mark.parametrize("name", NAMES)
