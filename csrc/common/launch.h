@@ -48,7 +48,8 @@ struct LaunchConfig {
   void* stream = nullptr;
   int64_t shared_bytes = 0;  // dynamic shared memory
   unsigned cluster = 1;      // blocks of a cluster, along x
-  bool early = false;        // starts while the kernel before it ends, for which it waits itself
+  bool early = false;        // starts while the kernel before it ends, for which it waits itself:
+                             // where its code is for 9.0 or newer
   bool together = false;     // all blocks run at once: they wait for each other
 };
 
@@ -63,6 +64,7 @@ struct Kernel {
   void* handle[kMaxGpus];  // CUkernel; null until the GPU's first launch
   uint64_t text;           // number of what the provider compiles it with besides; 0: nothing
   uint64_t shared;         // see allow_shared()
+  uint64_t waiting;        // see waits()
 #endif
 };
 
@@ -395,15 +397,31 @@ inline int allow_shared(Kernel& kernel, void* handle, int64_t bytes) {
              : ask_for_shared(kernel, handle, bytes, gpu);
 }
 
-inline void start(Kernel& kernel, const LaunchConfig& c, void** arguments) {
+/// Whether a kernel waits for the one before it, which code for GPUs before 9.0 does not: a GPU may
+/// have compiled that for itself. Of each GPU it is asked once.
+inline bool waits(Kernel& kernel, void* handle) {
+  const int gpu = current_gpu();
+  const uint64_t asked = gpu < kMaxGpus ? uint64_t{1} << gpu : 0, waiting = asked << 32;
+  const uint64_t known = __atomic_load_n(&kernel.waiting, __ATOMIC_ACQUIRE);
+  if (known & asked) return known & waiting;
+  int version = 0;
+  const int refused = Driver::get().cuKernelGetAttribute(&version, kPtxVersion, handle, gpu);
+  if (refused != 0) return false;
+  const bool found = version >= 90;
+  __atomic_fetch_or(&kernel.waiting, found ? asked | waiting : asked, __ATOMIC_RELEASE);
+  return found;
+}
+
+inline void start(Kernel& kernel, LaunchConfig c, void** arguments) {
   if (__builtin_expect(status != nullptr, 0)) return;
   void* handle = find(kernel);
   if (!handle) return;
-  const Driver& driver = Driver::get();
-  const DriverConfig config(c);
   const int result = in_context([&] {
     const int refused = allow_shared(kernel, handle, c.shared_bytes);
-    return refused ? refused : driver.cuLaunchKernelEx(&config.launch, handle, arguments, nullptr);
+    if (refused) return refused;
+    c.early = c.early && waits(kernel, handle);
+    const DriverConfig config(c);
+    return Driver::get().cuLaunchKernelEx(&config.launch, handle, arguments, nullptr);
   });
   if (__builtin_expect(result != 0, 0)) note(result);
 }

@@ -18,6 +18,8 @@ using norm::Forward;
 
 constexpr int64_t kBusy =
     100000;  // threads that are enough for any GPU: with fewer, a row gets more of them
+/// That may start early: they wait beside those of the kernel ahead.
+constexpr int64_t kFewBlocks = 128;
 constexpr int64_t kPiece = 4;    // elements of forward_ragged's pieces
 constexpr int64_t kPieces = 12;  // that a thread takes of a row
 
@@ -235,8 +237,7 @@ const char* norm_forward_cuda(const NormForward& a, void* stream) {
   }
   const norm::Grid grid(p.lanes, a.rows);
   LaunchConfig config{blocks(grid.blocks), blocks(grid.threads), stream, shared_bytes};
-  const Gpu& gpu = gpu_facts();
-  p.early = config.early = choice.waits && gpu.capability >= 90 && grid.blocks <= gpu.processors;
+  p.early = config.early = choice.waits && grid.blocks <= kFewBlocks;
   launch(choice.kernel, config, p);
   return last_error();
 }

@@ -116,16 +116,15 @@ class CompressedLayer(KVCacheLayer):
 
     def _append(self, key: Tensor, value: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """The prompt attends to what was computed; later tokens to what is kept of it."""
-        if self.store.prompt is not None:
-            if self.store.slots is None:
-                self.store.slots = ops.slots_of(self.codes(), self.store.prompt)
-            new = key.transpose(1, 2), value.transpose(1, 2)
-            ops.fill_compressed_(self.codes(), *new, self.store.slots)
-            self.length = end
-            return key, value
-        before = ops.decompress(self.codes(), self.length) if self.length else None
-        new = key.transpose(1, 2), value.transpose(1, 2)
-        ops.append_compressed_(self.codes(), *new, self.length)
+        store, new = self.store, (key.transpose(1, 2), value.transpose(1, 2))
+        before = None
+        if store.prompt is not None:
+            if store.slots is None:
+                store.slots = ops.slots_of(self.codes(), store.prompt)
+            ops.fill_compressed_(self.codes(), *new, store.slots)
+        else:
+            before = ops.decompress(self.codes(), self.length) if self.length else None
+            ops.append_compressed_(self.codes(), *new, self.length)
         self.length = end
         if before is None:
             return key, value

@@ -13,8 +13,12 @@ from flexops.build.describe import layout
 DRIVER = """
 #include <stddef.h>
 static int allowed[2] = {49152, 49152}, most[2] = {232448, 101376}, current = 0;
-int asked = 0, launches = 0;
-int cuLaunchKernelEx(const unsigned* config, void* kernel, void** arguments, void** extra) { ++launches; return config[6] > allowed[current] ? 1 : 0; }
+int asked = 0, launches = 0, versions = 0;
+unsigned attributes = 0;
+int cuLaunchKernelEx(const unsigned* config, void* kernel, void** arguments, void** extra) {
+  ++launches, attributes = config[12];
+  return config[6] > allowed[current] ? 1 : 0;
+}
 int cuKernelSetAttribute(int attribute, int value, void* kernel, int device) {
   ++asked, current = device;
   if (value > most[device]) return 1;
@@ -23,7 +27,9 @@ int cuKernelSetAttribute(int attribute, int value, void* kernel, int device) {
 }
 int cuDeviceGetAttribute(int* value, int which, int device) { return *value = 0; }
 int cuGetErrorString(int status, const char** text) { return *text = "invalid argument", 0; }
-int cuKernelGetAttribute(void) { return 0; }
+int cuKernelGetAttribute(int* value, int attribute, void* kernel, int device) {
+  return ++versions, *value = device ? 80 : 90, attribute != 5;
+}
 int cuKernelGetFunction(void) { return 0; }
 int cuOccupancyMaxActiveClusters(void) { return 0; }
 int cuMemsetD32Async(void) { return 0; }
@@ -41,7 +47,8 @@ namespace flexops {
 template <int number> __global__ void nothing(int) {}
 static void* provide(const char*, int, char*, int) { return reinterpret_cast<void*>(0x4242); }
 }
-extern "C" int asked, launches;
+extern "C" int asked, launches, versions;
+extern "C" unsigned attributes;
 using namespace flexops;
 template <int number> static void run(int gpu, int64_t bytes) {
   detail::guarded_gpu = gpu;
@@ -49,11 +56,20 @@ template <int number> static void run(int gpu, int64_t bytes) {
   const char* error = last_error();
   printf("gpu %d, %d bytes: asked %d, launched %d, %s\\n", gpu, (int)bytes, asked, launches, error ? error : "well");
 }
+static void start_early(int gpu) {
+  detail::guarded_gpu = gpu;
+  LaunchConfig config{{1}, {32}, nullptr};
+  config.early = true;
+  launch(kernel<nothing<3>>, config, 1);
+  const char* said = last_error() ? "error" : "well";
+  printf("gpu %d, early: asked %d, %u attributes, %s\\n", gpu, versions, attributes, said);
+}
 int main() {
   flexops_set_provider(provide);
   run<0>(0, 1000), run<0>(0, 90000), run<0>(0, 90000), run<0>(0, 60000), run<0>(0, 200000), run<0>(0, 90000);
   run<0>(1, 90000), run<0>(1, 90000);
   run<1>(0, 300000), run<1>(0, 90000);
+  start_early(0), start_early(0), start_early(1), start_early(1), start_early(0);
   std::atomic<int> failed{0};
   std::thread threads[8];
   for (int i = 0; i < 8; ++i) {
@@ -71,10 +87,11 @@ int main() {
 """
 
 
-def test_shared_memory_is_asked_for_once(tmp_path, host_compiler):
+def test_what_a_driver_is_asked_for_once(tmp_path, host_compiler):
     """A kernel is allowed its shared memory at its first launch on a GPU, and again only for more
     of it; a GPU that has less gets what a launch wants. Nothing that a thread was allowed is taken
-    back by another one before it has launched."""
+    back by another one before it has launched. A kernel whose code is for older GPUs than 9.0 does
+    not start early."""
     (tmp_path / "driver.c").write_text(DRIVER)
     (tmp_path / "program.cpp").write_text(PROGRAM)
     compiler = host_compiler.path
@@ -103,5 +120,10 @@ def test_shared_memory_is_asked_for_once(tmp_path, host_compiler):
         "gpu 1, 90000 bytes: asked 6, launched 8, well",
         "gpu 0, 300000 bytes: asked 7, launched 8, invalid argument",
         "gpu 0, 90000 bytes: asked 8, launched 9, well",
+        "gpu 0, early: asked 1, 1 attributes, well",
+        "gpu 0, early: asked 1, 1 attributes, well",
+        "gpu 1, early: asked 2, 0 attributes, well",
+        "gpu 1, early: asked 2, 0 attributes, well",
+        "gpu 0, early: asked 2, 1 attributes, well",
         "eight threads: 0 failed",
     ]
