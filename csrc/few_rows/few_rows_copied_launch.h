@@ -2,6 +2,10 @@
 // grid.
 #pragma once
 
+#include <stdint.h>
+
+#include <algorithm>
+
 #include "common/tensor_map.h"
 #include "few_rows/few_rows.h"
 #include "few_rows/few_rows_copied_hopper.cuh"
@@ -27,21 +31,22 @@ inline bool takes_copied(const FewRows& call, const Gpu& gpu) {
 }
 
 /// The plan by which the busiest multiprocessor reads least: a block reads its lines and x, and
-/// adding the sums of a cluster takes as long as reading some stages.
+/// adding the sums of a cluster takes as long as reading some stages. Clusters that do not all run
+/// at once follow each other without a pause; few clusters of 8 find room.
 inline CopiedPlan choose_copied(const FewRows& call, int processors) {
   constexpr int kTiles[] = {2, 3, 4, 7};
   const int pair = call.activation ? 2 : 1;
   const int64_t chunks = ceil_div(call.x.columns(), int64_t{few_rows::kCopiedColumns});
   CopiedPlan best = {};
-  int64_t least_cost = INT64_MAX;
-  for (int sharing = 1; sharing * pair <= 8 && sharing <= chunks; sharing *= 2) {
+  double least_cost = 0;
+  for (int sharing = 1; sharing * pair <= 4 && sharing <= chunks; sharing *= 2) {
     for (const int tiles : kTiles) {
       const int cluster = sharing * pair;
-      const int64_t rounds =
-          ceil_div(clusters_with_work(call, 16 * tiles), int64_t{clusters_of(cluster, processors)});
-      const int64_t cost =
-          rounds * ceil_div(chunks, int64_t{sharing}) * (2 * tiles + 1) + (sharing > 1 ? 8 : 0);
-      if (cost < least_cost) least_cost = cost, best = {tiles, cluster};
+      const double rounds = static_cast<double>(clusters_with_work(call, 16 * tiles)) /
+                            clusters_of(cluster, processors);
+      const int64_t stages = ceil_div(chunks, int64_t{sharing}) * (2 * tiles + 1);
+      const double cost = std::max(rounds, 1.0) * stages + (sharing > 1 ? 8 : 0);
+      if (best.tiles == 0 || cost < least_cost) least_cost = cost, best = {tiles, cluster};
     }
   }
   return best;
