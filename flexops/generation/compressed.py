@@ -79,10 +79,11 @@ class CompressedStore(Store):
         self._count(key.shape[0], key.device)
 
     @contextlib.contextmanager
-    def filling(self, last: Tensor) -> Iterator[None]:
+    def filling(self, last: Tensor, order: Tensor | None = None) -> Iterator[None]:
         self.prompt, self.slots = last + 1, None
         try:
-            yield
+            with super().filling(last, order):
+                yield
         finally:
             self.prompt = self.slots = None
 
@@ -116,7 +117,8 @@ class CompressedLayer(KVCacheLayer):
 
     def _append(self, key: Tensor, value: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """The prompt attends to what was computed; later tokens to what is kept of it."""
-        store, new = self.store, (key.transpose(1, 2), value.transpose(1, 2))
+        store = self.store
+        new = [store.ordered(x).transpose(1, 2) for x in (key, value)]
         before = None
         if store.prompt is not None:
             if store.slots is None:

@@ -37,6 +37,8 @@ class Store:
         graphs: captured prompts and steps.
         seen: prompts that may be captured when they come again.
         inputs: what they read, by the kind of step.
+        order: inside of :meth:`filling`, int64 ``[batch, tokens]``: the token that is kept at each
+            place; None: they are kept as they come.
         tables: of rotary embeddings.
         workspace: of the kernel for several products (:mod:`.chain`).
     """
@@ -51,6 +53,7 @@ class Store:
         self.graphs: dict[Any, Any] = {}
         self.seen: set[Any] = set()
         self.inputs: dict[str, Any] = {}
+        self.order: Tensor | None = None
         self.tables = Tables(max_length)
         self.workspace: Tensor | None = None
         self._pool: Any = None
@@ -119,11 +122,23 @@ class Store:
         finally:
             self.bucket = 0
 
-    def filling(self, last: Tensor) -> contextlib.AbstractContextManager[None]:
-        """Inside, layers get a prompt, and tokens behind it: the prompt's last one is number
-        ``last``, int64 ``[1]`` on the device."""
-        del last  # steps write over what is behind
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def filling(self, last: Tensor, order: Tensor | None = None) -> Iterator[None]:
+        """Inside, layers get a prompt, and tokens behind it, which steps write over: the prompt's
+        last place is number ``last``, int64 ``[1]`` on the device. ``order``: see there."""
+        del last
+        self.order = order
+        try:
+            yield
+        finally:
+            self.order = None
+
+    def ordered(self, new: Tensor) -> Tensor:
+        """Keys or values of new tokens, ``[batch, kv_heads, tokens, head_dim]``, as they are
+        kept."""
+        if self.order is None:
+            return new
+        return new.gather(2, self.order[:, None, :, None].expand_as(new))
 
 
 class KVCacheLayer(CacheLayerMixin):
@@ -194,8 +209,10 @@ class KVCacheLayer(CacheLayerMixin):
 
     def _append(self, key: Tensor, value: Tensor, end: int) -> tuple[Tensor, Tensor]:
         for kept, new in zip(self._kept(), (key, value), strict=True):
-            kept[:, self.length : end].copy_(new.transpose(1, 2))
+            kept[:, self.length : end].copy_(self.store.ordered(new).transpose(1, 2))
         self.length = end
+        if self.store.order is not None:
+            return key, value
         keys, values = (kept[:, :end].transpose(1, 2) for kept in self._kept())
         return keys, values
 

@@ -2,7 +2,8 @@
 by a CUDA graph. The host takes longer to launch the kernels of a short prompt than a GPU takes to
 compute them.
 
-Tokens behind a prompt must not change its logits, which is measured once for a model.
+Tokens behind a prompt must not change its logits, which is measured once for a model. Prompts with
+padding at their left are computed without it, and their keys and values put where it was.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from .state import nothing_hidden
 
 MOST_TOKENS = 2048
 """Of a batch; with more, a GPU computes for as long as the host takes."""
+_MOST_PADDED = 16
+"""Prompts with padding: logits are computed behind the end of each in all of them."""
 _MEASURED = 32
 
 
@@ -44,7 +47,7 @@ def logits_of(
     Args:
         tokens: ``[batch, length]``.
         mask: as of transformers, ``[batch, length]``.
-        positions: ``[batch or 1, length]``; None: none is padding.
+        positions: ``[batch or 1, length]``, padding left out; None: none is padding.
         keep: behind how many tokens logits are asked for: 1, or None is given.
     """
     store, decoder = cache.store, cache.decoder
@@ -57,22 +60,30 @@ def logits_of(
     if decoder.refused or step.is_capturing(tokens):
         return None
 
-    def compute(padded: Tensor, last: Tensor) -> Tensor:
+    def compute(ids: Tensor, last: Tensor, starts: Tensor | None = None) -> Tensor:
         cache.crop_to(0)
         named = {cache_name(): cache, "use_cache": True}
-        with store.filling(last):
-            return _logits(forward, padded, last, named)
+        if starts is None:
+            with store.filling(last):
+                return _logits(forward, ids, last, named)
+        order = (torch.arange(filled, device=ids.device) - starts[:, None]).clamp(min=0)
+        with store.filling((last + starts)[:1], order):
+            return _logits(forward, ids, last, named).diagonal().T[:, None]
 
     with step.untracked():
-        if not _is_usual(mask, positions, length) or not can_fill(model, forward, cache):
+        starts = _starts(tokens, mask, positions)
+        if starts is None or not can_fill(model, forward, cache):
             return None
-        given = filled_up(tokens, filled)
-        key = ("prompt", cache.state, filled)
+        padded = any(starts)
+        if padded and batch > _MOST_PADDED:
+            return None
+        given = _moved(tokens, starts, filled) if padded else filled_up(tokens, filled)
+        key = ("prompt", cache.state, filled, padded)
         if key not in store.seen:
             store.seen.add(key)
             logits = compute(*given)
         else:
-            kept = store.inputs.setdefault(f"prompt of {filled}", given)
+            kept = store.inputs.setdefault(f"prompt of {filled}, padded: {padded}", given)
             for to, new in zip(kept, given, strict=True):
                 to.copy_(new)
             assert store.lengths is not None
@@ -101,6 +112,14 @@ def filled_up(tokens: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return padded, torch.full((1,), new - 1, device=tokens.device)
 
 
+def _moved(tokens: Tensor, starts: list[int], length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of tokens that begin at ``starts``, moved to the left, with where each one's last
+    token then is, and with ``starts``."""
+    first, end = torch.tensor(starts, device=tokens.device), tokens.shape[1] - 1
+    order = torch.arange(length, device=tokens.device) + first[:, None]
+    return tokens.gather(1, order.clamp(max=end)), end - first, first
+
+
 def _logits(
     forward: Callable[..., Any], tokens: Tensor, last: Tensor, named: dict[str, Any]
 ) -> Tensor:
@@ -110,14 +129,22 @@ def _logits(
     return found
 
 
-def _is_usual(mask: Tensor | None, positions: Tensor | None, length: int) -> bool:
-    """Whether no token is padding, and positions are those of all tokens."""
-    if mask is not None and (mask.shape[1] != length or not bool(mask.all())):
-        return False
-    if positions is None:
-        return True
-    expected = torch.arange(length, device=positions.device)
-    return positions.shape[1] == length and bool((positions == expected).all())
+def _starts(tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> list[int] | None:
+    """How many tokens at the left of each prompt are padding; None if others are, too, or positions
+    are not those of the prompts' own tokens."""
+    batch, length = tokens.shape
+    if mask is None and positions is None:
+        return [0] * batch
+    places = torch.arange(length, device=tokens.device)
+    seen = torch.ones_like(tokens) if mask is None else mask
+    given = places[None] if positions is None else positions
+    if seen.shape != tokens.shape or given.shape not in ((1, length), tokens.shape):
+        return None
+    starts = length - seen.bool().sum(-1)
+    own = places - starts[:, None]
+    usual = (seen.bool() == (own >= 0)) & (own[:, -1:] >= 0) & ((given == own) | (own < 0))
+    found: list[int] = starts.where(usual.all(), -1).tolist()
+    return None if -1 in found else found
 
 
 def can_fill(model: Any, forward: Callable[..., Any], cache: KVCache) -> bool:

@@ -182,15 +182,87 @@ def test_learned_positions_have_an_end(graphs):
     assert graphs.made == 2
 
 
-def test_padding_at_the_left_is_left_as_it_is(graphs):
-    model, ids = tiny.model("llama").eval(), tokens(9)
-    mask = torch.ones_like(ids)
-    mask[1, :4] = 0
-    alone = expected(model, ids[1:, 4:])
+def padded(length: int, *paddings: int) -> tuple[Tensor, Tensor]:
+    """Prompts and their mask."""
+    ids = tokens(length, rows=len(paddings))
+    return ids, (torch.arange(length) >= torch.tensor(paddings)[:, None]).long()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gemma3", "phi3"])
+def test_tokens_behind_padding_are_those_of_the_prompt_alone(name, graphs):
+    """More padding than a window has, none, and all but one token."""
+    model = tiny.model(name).eval()
+    given = [padded(*one) for one in ((9, 4, 0), (25, 0, 24, 13), (31, 30, 3), (9, 0, 4))]
+    wanted = [
+        [expected(model, ids[row : row + 1, mask[row] == 1])[0, -NEW:] for row in range(len(ids))]
+        for ids, mask in given
+    ]
+    flexops.patch(model)
+    for _ in range(2):
+        for (ids, mask), one in zip(given, wanted, strict=True):
+            found = generated(model, ids, attention_mask=mask)
+            assert torch.equal(found[:, -NEW:], torch.stack(one))
+            options = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None}
+            own = model.generate(ids, attention_mask=mask, **options)
+            assert torch.equal(own[:, -NEW:], torch.stack(one))
+    assert fills(model)
+    assert {key[-1] for key in store_of(model).graphs if key[0] == "prompt"} == {True}
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_keys_behind_padding_are_those_of_the_prompt_alone(bits, graphs):
+    """At the places that they would have with the padding, where later turns expect them."""
+    model, paddings = tiny.model("llama", max_position_embeddings=512).eval(), (0, 7, 39)
+    ids, mask = padded(40, *paddings)
+    flexops.patch(model)
+    cache = flexops.KVCache(model.config, 128, bits=bits)
+    for _ in range(2):
+        cache.crop_to(0)
+        flexops.generate(model, ids, mask, max_new_tokens=1, eos_token_id=(), cache=cache)
+        assert cache.length == 40
+    assert graphs.made == 1
+    for row, start in enumerate(paddings):
+        alone = flexops.KVCache(model.config, 128)
+        with torch.no_grad():
+            model(ids[row : row + 1, start:], past_key_values=alone, use_cache=True)
+        for one, known in zip(cache.layers, alone.layers, strict=True):
+            for new, old in ((one.keys, known.keys), (one.values, known.values)):
+                error = (new[row : row + 1, :, start:] - old).norm()
+                assert error <= (1e-5 if bits == 16 else 0.02) * old.norm()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda ids, mask: {"attention_mask": mask.flip(1)},
+        lambda ids, mask: {"attention_mask": mask.flip(1) * mask},
+        lambda ids, mask: {"attention_mask": mask},
+        lambda ids, mask: {"attention_mask": mask, "position_ids": mask.cumsum(-1)},
+    ],
+    ids=["at the right", "on both sides", "counted", "from 1 on"],
+)
+def test_other_padding_is_left_to_the_model(change, graphs):
+    """And positions that are not those of the prompt's own tokens."""
+    model, (ids, mask) = tiny.model("llama").eval(), padded(9, 4, 0)
+    options = {"use_cache": True, "logits_to_keep": 1} | change(ids, mask)
+    with torch.no_grad(), tiny.eagerly(model):
+        wanted = model(ids, **options).logits
+    flexops.patch(model)
+    for _ in range(3):
+        cache = decoder.decoder_of(model).borrow(model, 2, 64)
+        with torch.no_grad():
+            found = model(ids, past_key_values=cache, **options).logits
+        torch.testing.assert_close(found, wanted)
+    assert graphs.made == 0
+
+
+def test_padding_of_many_prompts_is_left_to_the_model(graphs):
+    model, (ids, mask) = tiny.model("llama").eval(), padded(9, *[4] * 17)
+    alone = expected(model, ids[:, 4:])
     flexops.patch(model)
     for _ in range(3):
         found = generated(model, ids, attention_mask=mask)
-        assert torch.equal(found[1:, 9:], alone[:, 5:])
+        assert torch.equal(found[:, 9:], alone[:, 5:])
     assert graphs.made == 1
 
 

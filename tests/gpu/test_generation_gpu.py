@@ -74,8 +74,7 @@ def test_captured_steps_give_likely_tokens(name, padding):
         generate(model, inputs),
         flexops.generate(model, **inputs, max_new_tokens=NEW, eos_token_id=()),
     )
-    captured = {"step", "tokens"} if padding else {"prompt", "step", "tokens"}
-    assert {key[0] for key in graphs(model)} == captured
+    assert {key[0] for key in graphs(model)} == {"prompt", "step", "tokens"}
     assert not decoder.decoder_of(model).refused
     flexops.unpatch(model)
     for tokens in found:
@@ -121,13 +120,15 @@ def test_what_stands_around_attention(name, reason):
             assert_likely(model, tokens, inputs)
 
 
+@pytest.mark.parametrize("padding", [0, 5])
 @pytest.mark.parametrize("length", [9, 32, 300])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
-def test_prompts_are_filled_up_and_captured(name, length):
+def test_prompts_are_filled_up_and_captured(name, length, padding):
     """The graph gives what the first prompt of that length got, and the plain model's logits."""
     model = made(name, max_position_embeddings=512)
     ids = torch.randint(3, 97, (2, length), generator=torch.Generator().manual_seed(1)).cuda()
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs["attention_mask"][1, :padding] = 0
     expected = logits(model, ids, inputs["attention_mask"])[:, -1]
     flexops.patch(model)
     options = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 2}
@@ -214,7 +215,7 @@ def test_candidates_are_tried_on_the_device(name, tries):
     options = {"max_new_tokens": NEW, "eos_token_id": (), "prompt_lookup_num_tokens": tries}
     found = [flexops.generate(model, **inputs, **options) for _ in range(2)]
     assert torch.equal(*found)
-    assert {key[0] for key in graphs(model)} == {"lookup"}
+    assert {key[0] for key in graphs(model)} == {"prompt", "lookup"}
     flexops.unpatch(model)
     assert_likely(model, found[0], inputs)
 
