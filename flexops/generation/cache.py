@@ -80,6 +80,7 @@ class KVCache(Cache):
             )
         self.decoder: Any = None  # what captures steps with it
         self.state: Any = None  # of the model, for which they are captured
+        self.grows = False  # later calls may have more tokens than there is room for
         super().__init__(layers=[kind(self.store, index) for index in range(layers)])
 
     def update(

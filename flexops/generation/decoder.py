@@ -47,13 +47,12 @@ class Decoder:
 
     Attributes:
         refused: why its step cannot be captured, once that was tried.
-        fills: for which state of the model it is known whether prompts can be filled up, and
-            whether they can (:mod:`.prompt`).
+        fills: whether prompts can be filled up (:mod:`.prompt`), for states of the model.
     """
 
     def __init__(self) -> None:
         self.refused = ""
-        self.fills: tuple[Any, bool] | None = None
+        self.fills: dict[Any, bool] = {}
         self._free: list[tuple[Any, Store]] = []
         self._generator: torch.Generator | None = None
 
@@ -123,7 +122,8 @@ class Decoder:
 
 def fingerprint(model: nn.Module) -> int:
     """What a captured step depends on: where parameters are, and the modules' settings."""
-    parts: list[Any] = [torch.is_autocast_enabled("cuda")]
+    text: Any = model.config.get_text_config(decoder=True)
+    parts: list[Any] = [torch.is_autocast_enabled("cuda"), text.num_hidden_layers]
     for module in model.modules():
         settings = module.__dict__
         parts.append(id(settings.get("forward")))

@@ -103,6 +103,21 @@ class Store:
             torch._foreach_zero_(kept)
         self.known = -1
 
+    @torch.inference_mode(False)
+    def grow(self, max_length: int, length: int) -> None:
+        """Make room for more tokens, with the first ``length`` of those that are there."""
+        kept = list(zip(self.keys, self.values, strict=True))
+        self.max_length, self.known = max_length, -1
+        self.tables, self.workspace, self._pool = Tables(max_length), None, None
+        for captured in (self.graphs, self.seen, self.inputs):
+            captured.clear()
+        for layer, (keys, values) in enumerate(kept):
+            if keys is not None and values is not None:
+                self.allocate(layer, keys.transpose(1, 2), values.transpose(1, 2))
+                for new, old in ((self.keys[layer], keys), (self.values[layer], values)):
+                    assert new is not None
+                    new[:, :length] = old[:, :length]
+
     def pool(self) -> Any:
         """Of the memory of all its graphs: they run one after another."""
         if self._pool is None:

@@ -140,7 +140,7 @@ class Lookup:
             key = ("lookup", cache.state, drawn, self.new, len(run.ends), bucket)
             graph = cache.decoder.captured(store, key, compute, state, run.generator)
             if graph is None:  # later calls take single steps
-                self._captures, cache.decoder.fills = False, (cache.state, False)
+                self._captures = cache.decoder.fills[cache.state] = False
         compute() if graph is None else graph.replay()
 
 

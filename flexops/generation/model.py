@@ -44,8 +44,13 @@ def prepare(
 
     del refuse, of_length  # for step.refusal and step.depends_on_length
     asked = generation_config.cache_implementation
-    given = cache_of(model_kwargs)
-    automatic = asked is None and captures(model.device) and not generation_config.is_assistant
+    given, helps = cache_of(model_kwargs), bool(generation_config.is_assistant)
+    length = max(max_cache_length, 1)
+    if isinstance(given, KVCache) and given.grows:
+        if length > given.max_length:
+            given.store.grow(_grown(model, given.store.batch, length), given.length)
+        return None
+    automatic = asked is None and captures(model.device)
     if given is None and generation_config.use_cache is not False and (asked == NAME or automatic):
         decoder = decoder_of(model)
         batch = batch_size * max(
@@ -59,8 +64,10 @@ def prepare(
                 required="a model without one",
                 fix="model.generate(..., cache_implementation='dynamic')",
             )
-        if asked == NAME or (not refused and _fits(model, batch, max_cache_length)):
-            cache = decoder.borrow(model, batch, max(max_cache_length, 1))
+        if asked == NAME or (not refused and _fits(model, batch, length)):
+            length = _grown(model, batch, length) if helps else length
+            cache = decoder.borrow(model, batch, length)
+            cache.grows = helps
             if refused or not captures(model.device):
                 cache.decoder = None
             model_kwargs[cache_name()] = cache
@@ -75,6 +82,12 @@ def prepare(
         if not decoder.refusal(model):
             decoder.serve(model, given)
     return result
+
+
+def _grown(model: Any, batch: int, length: int) -> int:
+    """How many tokens a growing cache gets room for that needs so much. What tries candidates calls
+    ``generate`` for a few at a time, always with the cache of the first call."""
+    return 2 * length if _fits(model, batch, 2 * length) else length
 
 
 def layers(text: Any) -> list[Any]:

@@ -90,7 +90,7 @@ def logits_of(
             graph = decoder.captured(store, key, lambda: compute(*kept), (store.lengths,))
             cache.crop_to(0)
             if graph is None:
-                decoder.fills = cache.state, False
+                decoder.fills[cache.state] = False
                 return None
             logits = graph.replay().clone()
     cache.crop_to(0)
@@ -149,12 +149,12 @@ def _starts(tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> li
 
 def can_fill(model: Any, forward: Callable[..., Any], cache: KVCache) -> bool:
     """Whether a model's tokens can be filled up: others behind them do not change their logits."""
-    decoder = cache.decoder
-    if decoder.fills is None or decoder.fills[0] != cache.state:
+    fills, state = cache.decoder.fills, cache.state
+    if state not in fills:
         usual = not step.depends_on_length(model) and model._supports_logits_to_keep()
         length = min(_MEASURED, room_of(model, cache))
-        decoder.fills = cache.state, usual and _hides_the_rest(model, forward, length)
-    return bool(decoder.fills[1])
+        fills[state] = usual and _hides_the_rest(model, forward, length)
+    return bool(fills[state])
 
 
 def _hides_the_rest(model: Any, forward: Callable[..., Any], length: int) -> bool:

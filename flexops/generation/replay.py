@@ -95,7 +95,7 @@ def _give_up(cache: KVCache, width: int) -> None:
     if width == 1:
         cache.decoder = None
     else:
-        cache.decoder.fills = cache.state, False
+        cache.decoder.fills[cache.state] = False
         cache.store.known = -1
 
 

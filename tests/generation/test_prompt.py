@@ -38,8 +38,8 @@ def store_of(model: Any) -> Any:
 
 
 def fills(model: Any) -> bool:
-    found = decoder.decoder_of(model).fills
-    return found is not None and found[1]
+    (found,) = decoder.decoder_of(model).fills.values()
+    return bool(found)
 
 
 def test_lengths_are_few_and_close():

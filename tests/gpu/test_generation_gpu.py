@@ -207,6 +207,21 @@ def test_beams_and_candidates(options):
     assert (found == expected).float().mean() > 0.6  # rounding may choose another beam
 
 
+def test_an_assistants_steps_are_captured():
+    """Its cache grows: the first call asks for room for a few tokens."""
+    (model, assistant), inputs = (made(), made()), prompts(rows=1)
+    assistant.generation_config.assistant_confidence_threshold = 0
+    flexops.patch(model)
+    flexops.patch(assistant)
+    new = {"max_new_tokens": 600}
+    found = generate(model, inputs, assistant_model=assistant, **new)
+    assert {key[0] for key in graphs(model)} == {"chunk"}
+    assert {key[0] for key in graphs(assistant)} == {"step", "chunk"}
+    assert decoder.decoder_of(assistant)._free[0][1].max_length > 256
+    flexops.unpatch(model)
+    assert_likely(model, found, inputs)
+
+
 @pytest.mark.parametrize("tries", [1, 4, 20])
 @pytest.mark.parametrize("name", NAMES)
 def test_candidates_are_tried_on_the_device(name, tries):
