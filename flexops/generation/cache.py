@@ -125,8 +125,10 @@ class KVCache(Cache):
     def _replace(self, change: Any) -> None:
         """A store of its own, for tensors of another batch."""
         store = self.store.alike()
-        if self.store.padding is not None and self.store.lengths is not None:
-            store.lengths, store.padding = change(self.store.lengths), change(self.store.padding)
+        counts = self.store.lengths, self.store.padding, self.store.behind
+        store.lengths, store.padding, store.behind = (
+            None if one is None else change(one) for one in counts
+        )
         self.adopt(store)
 
     def adopt(self, store: Store) -> None:

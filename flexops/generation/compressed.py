@@ -118,7 +118,7 @@ class CompressedLayer(KVCacheLayer):
     def _append(self, key: Tensor, value: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """The prompt attends to what was computed; later tokens to what is kept of it."""
         store = self.store
-        new = [store.ordered(x).transpose(1, 2) for x in (key, value)]
+        new = store.ordered(key).transpose(1, 2), store.ordered(value).transpose(1, 2)
         before = None
         if store.prompt is not None:
             if store.slots is None:

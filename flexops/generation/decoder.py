@@ -120,9 +120,9 @@ class Decoder:
         return graph
 
 
-def fingerprint(model: nn.Module) -> int:
+def fingerprint(model: Any) -> int:
     """What a captured step depends on: where parameters are, and the modules' settings."""
-    text: Any = model.config.get_text_config(decoder=True)
+    text = model.config.get_text_config(decoder=True)
     parts: list[Any] = [torch.is_autocast_enabled("cuda"), text.num_hidden_layers]
     for module in model.modules():
         settings = module.__dict__

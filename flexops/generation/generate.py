@@ -137,6 +137,8 @@ def _check(
             "a model of transformers with a head for words, as AutoModelForCausalLM makes it",
         )
     shape = getattr(input_ids, "shape", None)
+    if model.config.is_encoder_decoder:
+        _fail("model has an encoder", type(model).__name__, "a decoder, or model.generate")
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.numel() == 0:
         _fail(
             "no such input_ids",
@@ -212,7 +214,9 @@ class _Run:
     ) -> Tensor:
         batch, length = prompt.shape
         total = length + max_new_tokens
-        self.padded = mask is not None and not bool(mask.all())
+        reads_pictures = step.reads_pictures(self.model)
+        mask = torch.ones_like(prompt) if mask is None and reads_pictures else mask
+        self.places = mask is not None and (reads_pictures or not bool(mask.all()))
         logits = self._prefill(prompt, mask)
         if streamer is not None:
             streamer.put(prompt.cpu())
@@ -245,7 +249,7 @@ class _Run:
         """The model as it is: logits behind ``tokens``; ``mask``: of all tokens so far."""
         if mask is not None:
             options["attention_mask"] = mask
-            if self.padded:
+            if self.places:
                 positions = mask.long().cumsum(-1).sub(1).clamp(min=0)
                 options["position_ids"] = positions[:, -tokens.shape[1] :]
         output = self.model(

@@ -32,7 +32,10 @@ class Store:
         keys, values: of each layer ``[batch, max_length, kv_heads, head_dim]``.
         lengths: int32 ``[batch]``, on the device: where a decode step appends.
         padding: int32 ``[batch]``, on the device: how many tokens at the left take no part.
+        behind: int32 ``[batch]``, on the device: how far positions are behind the tokens' places.
+        shifted: whether that is not the padding, as where pictures take fewer positions.
         bucket: how many tokens a decode step looks at; 0 outside of a step.
+        busy: whether a prompt or a step is computed.
         known: how many tokens the device counts; -1: it was not told.
         graphs: captured prompts and steps.
         seen: prompts that may be captured when they come again.
@@ -49,7 +52,9 @@ class Store:
         self.values: list[Tensor | None] = [None] * layers
         self.lengths: Tensor | None = None
         self.padding: Tensor | None = None
-        self.bucket, self.known = 0, -1
+        self.behind: Tensor | None = None
+        self.shifted = False
+        self.bucket, self.known, self.busy = 0, -1, False
         self.graphs: dict[Any, Any] = {}
         self.seen: set[Any] = set()
         self.inputs: dict[str, Any] = {}
@@ -74,7 +79,8 @@ class Store:
 
     def _count(self, batch: int, device: torch.device) -> None:
         if self.lengths is None:
-            self.lengths, self.padding = torch.zeros((2, batch), dtype=torch.int32, device=device)
+            made = torch.zeros((3, batch), dtype=torch.int32, device=device)
+            self.lengths, self.padding, self.behind = made
 
     def alike(self) -> Store:
         """Another one, for tensors of another batch; the layers' memory is this one's until they
@@ -88,12 +94,16 @@ class Store:
         """-1 before the first tokens."""
         return -1 if self.padding is None else self.padding.shape[0]
 
-    def place(self, length: int, mask: Tensor | None) -> None:
-        """Tell the device how many tokens there are, and how many zeros each row of a mask has."""
+    def place(self, length: int, mask: Tensor | None, behind: Tensor | None = None) -> None:
+        """Tell the device how many tokens there are, how many zeros each row of a mask has, and how
+        far positions are behind places; None: by those zeros."""
         assert self.lengths is not None
         assert self.padding is not None
+        assert self.behind is not None
         self.lengths.fill_(length)
         self.padding.copy_((mask == 0).sum(-1)) if mask is not None else self.padding.zero_()
+        self.behind.copy_(self.padding if behind is None else behind)
+        self.shifted = behind is not None
         self.known = length
 
     def clear(self) -> None:
@@ -131,22 +141,22 @@ class Store:
     @contextlib.contextmanager
     def stepping(self, bucket: int) -> Iterator[None]:
         """Inside, layers append at ``lengths`` and attend to at most ``bucket`` tokens."""
-        self.bucket = bucket
+        self.bucket, self.busy = bucket, True
         try:
             yield
         finally:
-            self.bucket = 0
+            self.bucket, self.busy = 0, False
 
     @contextlib.contextmanager
     def filling(self, last: Tensor, order: Tensor | None = None) -> Iterator[None]:
         """Inside, layers get a prompt, and tokens behind it, which steps write over: the prompt's
         last place is number ``last``, int64 ``[1]`` on the device. ``order``: see there."""
         del last
-        self.order = order
+        self.order, self.busy = order, True
         try:
             yield
         finally:
-            self.order = None
+            self.order, self.busy = None, False
 
     def ordered(self, new: Tensor) -> Tensor:
         """Keys or values of new tokens, ``[batch, kv_heads, tokens, head_dim]``, as they are

@@ -15,6 +15,18 @@ from .names import CACHES, cache_name, cache_of
 NAME = "flexops"
 _INPUTS = frozenset(("input_ids", "attention_mask", "position_ids", *CACHES))
 _NO_EFFECT = frozenset(("use_cache", "return_dict", "logits_to_keep", "inputs_embeds"))
+_OF_PICTURES = frozenset(
+    (
+        "image_grid_thw",
+        "image_sizes",
+        "mm_token_type_ids",
+        "second_per_grid_ts",
+        "video_grid_thw",
+    )
+)
+"""What says how pictures lie in a prompt: behind it, positions and the cache say so."""
+_KINDS = frozenset(("mm_token_type_ids", "token_type_ids"))
+"""What says which tokens are pictures: 0 is a word."""
 
 
 def register() -> None:
@@ -121,7 +133,7 @@ def _fits(model: Any, batch: int, length: int) -> bool:
 def forward(module: Any, *args: Any, inner: Any = None, **kwargs: Any) -> Any:
     """The model's forward pass; prompts and decode steps of ``generate`` by graphs."""
     cache = cache_of(kwargs)
-    served = getattr(cache, "decoder", None) is not None and not cache.store.bucket
+    served = getattr(cache, "decoder", None) is not None and not cache.store.busy
     if served and not args:
         result = _by_graph(module, inner, cache, kwargs)
         if result is not None:
@@ -132,11 +144,16 @@ def forward(module: Any, *args: Any, inner: Any = None, **kwargs: Any) -> Any:
 
 def _by_graph(module: Any, inner: Any, cache: Any, kwargs: dict[str, Any]) -> Any:
     """A prompt or a step by a graph; None if this call is none."""
-    from . import prompt, replay
+    from . import prompt, replay, step
     from .decoder import captures
 
     tokens = kwargs.get("input_ids")
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not _is_plain(module, kwargs):
+    known = _INPUTS | _NO_EFFECT
+    if cache.length:
+        known |= _OF_PICTURES
+    elif step.reads_pictures(module) and not _has_pictures(kwargs):
+        known |= _KINDS
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or not _is_plain(module, kwargs, known):
         return None
     keep = kwargs.get("logits_to_keep", 0)
     if type(keep) is not int or not captures(module.device):
@@ -152,8 +169,13 @@ def _by_graph(module: Any, inner: Any, cache: Any, kwargs: dict[str, Any]) -> An
     return CausalLMOutputWithPast(**{"logits": logits, cache_name(): cache})
 
 
-def _is_plain(module: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a call asks for logits only."""
+def _has_pictures(kwargs: dict[str, Any]) -> bool:
+    kinds = (kwargs.get(name) for name in _KINDS)
+    return any(bool(one.any()) for one in kinds if isinstance(one, Tensor))
+
+
+def _is_plain(module: Any, kwargs: dict[str, Any], known: frozenset[str]) -> bool:
+    """Whether a call asks for logits only, with arguments of these names."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     config = module.config
     return bool(
@@ -164,11 +186,11 @@ def _is_plain(module: Any, kwargs: dict[str, Any]) -> bool:
         and not config.output_attentions
         and not config.output_hidden_states
         and (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2))
-        and (positions is None or positions.dim() == 2)
+        and (positions is None or positions.dim() in (2, 3))
         and all(
-            value is None or value is False
+            value is None or value is False or (isinstance(value, dict) and not value)
             for name, value in kwargs.items()
-            if name not in _INPUTS and name not in _NO_EFFECT
+            if name not in known
         )
         and kwargs.get("inputs_embeds") is None
     )

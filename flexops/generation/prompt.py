@@ -65,10 +65,10 @@ def logits_of(
         named = {cache_name(): cache, "use_cache": True}
         if starts is None:
             with store.filling(last):
-                return _logits(forward, ids, last, named)
+                return _logits(model, forward, ids, last, named)
         order = (torch.arange(filled, device=ids.device) - starts[:, None]).clamp(min=0)
         with store.filling((last + starts)[:1], order):
-            return _logits(forward, ids, last, named).diagonal().T[:, None]
+            return _logits(model, forward, ids, last, named).diagonal().T[:, None]
 
     with step.untracked():
         starts = _starts(tokens, mask, positions)
@@ -121,10 +121,12 @@ def _moved(tokens: Tensor, starts: list[int], length: int) -> tuple[Tensor, Tens
 
 
 def _logits(
-    forward: Callable[..., Any], tokens: Tensor, last: Tensor, named: dict[str, Any]
+    model: Any, forward: Callable[..., Any], tokens: Tensor, last: Tensor, named: dict[str, Any]
 ) -> Tensor:
     hides = {"attention_mask": nothing_hidden(tokens), "return_dict": True}
-    output = forward(input_ids=tokens, logits_to_keep=last, **hides, **named)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).repeat(len(tokens), 1)
+    places = {"position_ids": positions} if step.reads_pictures(model) else {}
+    output = forward(input_ids=tokens, logits_to_keep=last, **hides, **places, **named)
     found: Tensor = output.logits
     return found
 
@@ -138,7 +140,7 @@ def _starts(tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> li
     places = torch.arange(length, device=tokens.device)
     seen = torch.ones_like(tokens) if mask is None else mask
     given = places[None] if positions is None else positions
-    if seen.shape != tokens.shape or given.shape not in ((1, length), tokens.shape):
+    if seen.shape != tokens.shape or given.shape[-2:] not in ((1, length), tokens.shape):
         return None
     starts = length - seen.bool().sum(-1)
     own = places - starts[:, None]
@@ -165,5 +167,5 @@ def _hides_the_rest(model: Any, forward: Callable[..., Any], length: int) -> boo
     half = length // 2
     other[:, half:] = (one[:, half:] + 1) % words
     last = torch.full((1,), half - 1, device=model.device)
-    found = [_logits(forward, tokens, last, {"use_cache": False}) for tokens in (one, other)]
+    found = [_logits(model, forward, tokens, last, {"use_cache": False}) for tokens in (one, other)]
     return torch.equal(*found)

@@ -40,9 +40,10 @@ def replay(
     Args:
         tokens: ``[batch, new]``.
         mask: as of transformers, ``[batch, tokens so far]``.
-        positions: ``[batch or 1, new]``, padding left out; None: none is. Both are looked at where
-            there are several tokens, and in the first step after a prompt; then one grows by ones,
-            the other is the next, as in ``generate``.
+        positions: ``[batch or 1, new]``, or several such for sections of a head, before three of
+            which is one for masks, growing by ones; None: those of all tokens. Both are looked
+            at where there are several tokens, and in the first step after a prompt; then one grows
+            by ones, the other is the next, as in ``generate``.
         keep: behind how many of the new tokens; 0: all.
     """
     store, length, new = cache.store, cache.length, tokens.shape[1]
@@ -75,7 +76,8 @@ def replay(
 
         for to, one in zip(kept, given, strict=True):
             to.copy_(one)
-        key = ("step" if width == 1 else "chunk", cache.state, width, len(named), bucket)
+        kind = "step" if width == 1 else "chunk"
+        key = (kind, cache.state, width, len(named), bucket, store.shifted)
         if width > _CANDIDATES and key not in store.seen:
             store.seen.add(key)
             logits = compute()
@@ -100,8 +102,8 @@ def _give_up(cache: KVCache, width: int) -> None:
 
 
 def _look(cache: KVCache, mask: Tensor | None, positions: Tensor | None, new: int) -> bool:
-    """Tell the device how many tokens there are, and which are padding; False if those are not at
-    the left, or positions are not those of tokens behind them."""
+    """Tell the device how many tokens there are, which are padding, and their positions; False if
+    padding is not at the left, or positions do not grow by ones."""
     store, length = cache.store, cache.length
     expected: Any = length
     if mask is not None:
@@ -111,8 +113,16 @@ def _look(cache: KVCache, mask: Tensor | None, positions: Tensor | None, new: in
         expected = seen.sum(-1, keepdim=True) - new
     assert store.lengths is not None
     following = torch.arange(new, device=store.lengths.device)
-    given = length + following if positions is None else positions
-    if given.shape[-1] != new or not bool((given == expected + following).all()):
+    given = (length + following)[None] if positions is None else positions
+    sections = given[1:] if given.dim() == 3 and given.shape[0] == 4 else given
+    if given.shape[-1] != new:
         return False
-    store.place(length, mask)
+    given = sections[0] if sections.dim() == 3 else sections
+    begins = given[:, :1]
+    grows, usual = torch.stack(
+        ((sections == begins + following).all(), (begins == expected).all())
+    ).tolist()
+    if not grows:
+        return False
+    store.place(length, mask, None if usual else length - begins.flatten())
     return True

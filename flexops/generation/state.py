@@ -72,8 +72,9 @@ state = State()
 
 
 @contextlib.contextmanager
-def step(tables: Tables) -> Iterator[None]:
-    """Inside, layers of this thread compute a decode step."""
+def step(tables: Tables | None) -> Iterator[None]:
+    """Inside, layers of this thread compute a decode step; without tables, they rotate before
+    attention."""
     state.active, state.tables = True, tables
     try:
         yield

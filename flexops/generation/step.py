@@ -40,6 +40,12 @@ def depends_on_length(model: Any) -> str:
     return str(getattr(vars(model).get(HOOK), "keywords", {}).get("of_length") or "")
 
 
+def reads_pictures(model: Any) -> bool:
+    """Whether a model is one around a language model: its positions may be those of pictures, too,
+    and begin elsewhere, unless they are given."""
+    return model.config.get_text_config(decoder=True) is not model.config
+
+
 def is_capturing(like: Tensor) -> bool:
     """Whether who calls captures a graph."""
     return like.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -49,13 +55,14 @@ def logits_of(
     model: Any, forward: Callable[..., Any], cache: Any, tokens: Tensor, **keep: Any
 ) -> Tensor:
     """Append ``tokens``, ``[batch, new]``, to the cache, on the device only, and give the logits
-    behind each, ``[batch, new, words]``, or those that ``logits_to_keep`` names. Positions leave
-    padding out, as transformers' own do in ``generate``."""
+    behind each, ``[batch, new, words]``, or those that ``logits_to_keep`` names. Positions are
+    behind places as :meth:`.layers.Store.place` was told."""
     store, new = cache.store, tokens.shape[1]
-    positions = (store.lengths - store.padding).long()[:, None]
+    positions = (store.lengths - store.behind).long()[:, None]
     if new > 1:
         positions = positions + torch.arange(new, device=tokens.device)
-    with state.step(store.tables), chain.deferring(model, store, tokens):
+    # attention rotates by places without padding
+    with state.step(None if store.shifted else store.tables), chain.deferring(model, store, tokens):
         output = forward(
             input_ids=tokens,
             attention_mask=state.nothing_hidden(tokens),

@@ -401,7 +401,7 @@ def switch(module: nn.Module, reason: str) -> Row | None:
 
 
 def is_switched(model: Any) -> bool:
-    return _BEFORE in model.__dict__
+    return _BEFORE in getattr(model, "__dict__", ())
 
 
 def switch_back(model: Any) -> bool:

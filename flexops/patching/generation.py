@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def switch(model: Any, reason: str) -> Row | None:
         inner = model.__dict__.get("forward")
         model.__dict__["forward"] = OfModel(forward, model, inner=inner)
     refuse = functools.partial(refusal_now, before=reason)
-    of_length = "".join(filter(None, map(rope.refusal, model.modules())))
+    of_length = "".join(filter(None, map(rope.refusal, decoder_of(model).modules())))
     hook = functools.partial(prepare, model, refuse=refuse, of_length=of_length)
     model.__dict__[step.HOOK] = hook
     return Row(type(model).__name__, 1, "generation: one graph per token", not reason, reason)
@@ -47,10 +48,14 @@ def refusal(model: Any, *, again: bool = False) -> str:
         return "it is no model of transformers that generates"
     if getattr(config, "is_encoder_decoder", False):
         return "it has an encoder"
-    if not attending.is_switched(base):
-        inside = any(attending.is_switched(part) for part in base.modules())
-        return "it reads more than text" if inside else "its attention is not flexops'"
-    changing = "" if again else attending.changes_cache(base)
+    if any(part is not model and hasattr(part, step.HOOK) for part in model.modules()):
+        return "a part of it generates"
+    words = decoder_of(model)
+    if not attending.is_switched(words):
+        return "its attention is not flexops'"
+    if not again and any(map(_attends_apart, words.modules())):
+        return "its attention to pictures is apart from that to words"
+    changing = "" if again else attending.changes_cache(words)
     if changing:
         return f"{changing} changes what it reads from a cache, or its mask"
     text = config.get_text_config(decoder=True)
@@ -69,12 +74,31 @@ def refusal(model: Any, *, again: bool = False) -> str:
     return ""
 
 
+def decoder_of(model: Any) -> Any:
+    """What computes with the tokens: a part of the base model if that reads pictures, too."""
+    found = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return found if attending.is_switched(found) else model.base_model
+
+
+def _attends_apart(part: nn.Module) -> bool:
+    return "cross_attention_states" in inspect.signature(type(part).forward).parameters
+
+
 def heard(model: nn.Module) -> str:
-    """Which part of a model has hooks, which a graph would not call; "" if none."""
-    for name, module in model.named_modules():
-        if module is not model and not is_unheard(module, attending.hide_nothing):
+    """Which part of a model that a step runs has hooks, which a graph would not call; "" if none.
+    A model that reads pictures has parts that it does not run."""
+    names = {one: name for name, one in model.named_modules()}
+    base, words = (names[one] for one in (model.base_model, decoder_of(model)))
+    for module, name in names.items():
+        runs = not _below(name, base) or _below(name, words) or _below(words, name)
+        if runs and module is not model and not is_unheard(module, attending.hide_nothing):
             return f"{name} has hooks"
     return ""
+
+
+def _below(name: str, other: str) -> bool:
+    """Whether a module of that name is another one, or a part of it."""
+    return not other or f"{name}.".startswith(f"{other}.")
 
 
 def refusal_now(model: Any, before: str) -> str:

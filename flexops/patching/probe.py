@@ -243,9 +243,12 @@ def undisturbed() -> Iterator[None]:
         torch.autocast("cpu", enabled=False),
         torch.device("cpu"),
     )
+    dtype = torch.get_default_dtype()
     with contextlib.ExitStack() as stack, torch.random.fork_rng([]), references_only():
         for mode in modes:
             stack.enter_context(mode)
+        stack.callback(torch.set_default_dtype, dtype)
+        torch.set_default_dtype(torch.float32)
         torch.default_generator.manual_seed(0)  # and no GPU's
         yield
 

@@ -299,13 +299,18 @@ def rotates_last(model: nn.Module) -> bool:
 
 @replacement
 def embedding(module: Any, x: Tensor, position_ids: Tensor, *more: Any, **named: Any) -> Any:
-    """A rotary embedding: in a decode step its results are rows of tables, which they name."""
+    """A rotary embedding: in a decode step its results are rows of tables, which they name.
+    Positions of sections of a head, ``[sections, batch, length]``, are then all alike."""
     tables = state.tables()
-    if tables is None or position_ids.dim() != 2:
+    if tables is None or position_ids.dim() not in (2, 3):
         return plain(module, x, position_ids, *more, **named)
+    sections = position_ids.shape[:-2]
+    places = position_ids[0] if sections else position_ids
     key = (id(module), more, tuple(named.items()))
-    table = tables.of(key, x, lambda every: plain(module, x, every, *more, **named))
-    rows = table[position_ids]  # index_select takes some rows one after another
+    table = tables.of(
+        key, x, lambda every: plain(module, x, every.expand(*sections, -1, -1), *more, **named)
+    )
+    rows = table[places]  # index_select takes some rows one after another
     cos, sin = rows.chunk(2, -1)
     setattr(cos, _TABLES, (table.chunk(4, -1)[::2], table.chunk(2, -1)))
     return cos, sin

@@ -12,7 +12,8 @@ from torch import Tensor
 import flexops
 from flexops.generation import decoder, step
 
-NEW = 24
+pytestmark = pytest.mark.usefixtures("graphs")
+NEW = 32
 
 
 def generated(model: Any, **options: Any) -> Tensor:
@@ -55,7 +56,7 @@ def grown(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(("name", "alike"), [("llama", True), ("llama", False), ("gemma3", False)])
-def test_tokens_are_those_without_an_assistant(name, alike, graphs, grown):
+def test_tokens_are_those_without_an_assistant(name, alike, grown):
     model = tiny.model(name).eval()
     assistant = helper(name)
     if not alike:
@@ -71,7 +72,7 @@ def test_tokens_are_those_without_an_assistant(name, alike, graphs, grown):
     assert len(grown) == 1  # the second call has the memory of the first
 
 
-def test_an_assistant_of_the_models_own_first_layers(graphs, grown):
+def test_an_assistant_of_the_models_own_first_layers(grown):
     """Steps of some layers are not those of all."""
     model = helper("llama")
     with tiny.eagerly(model):
@@ -82,7 +83,7 @@ def test_an_assistant_of_the_models_own_first_layers(graphs, grown):
     assert grown
 
 
-def test_caches_asked_for_by_name(graphs, grown):
+def test_caches_asked_for_by_name(grown):
     model, assistant = tiny.model("llama").eval(), helper("llama")
     with tiny.eagerly(model):
         expected = generated(model)

@@ -38,8 +38,7 @@ def store_of(model: Any) -> Any:
 
 
 def fills(model: Any) -> bool:
-    (found,) = decoder.decoder_of(model).fills.values()
-    return bool(found)
+    return any(decoder.decoder_of(model).fills.values())
 
 
 def test_lengths_are_few_and_close():
@@ -189,7 +188,8 @@ def padded(length: int, *paddings: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gemma3", "phi3"])
-def test_tokens_behind_padding_are_those_of_the_prompt_alone(name, graphs):
+@pytest.mark.usefixtures("graphs")
+def test_tokens_behind_padding_are_those_of_the_prompt_alone(name):
     """More padding than a window has, none, and all but one token."""
     model = tiny.model(name).eval()
     given = [padded(*one) for one in ((9, 4, 0), (25, 0, 24, 13), (31, 30, 3), (9, 0, 4))]
@@ -231,20 +231,16 @@ def test_keys_behind_padding_are_those_of_the_prompt_alone(bits, graphs):
                 assert error <= (1e-5 if bits == 16 else 0.02) * old.norm()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda ids, mask: {"attention_mask": mask.flip(1)},
-        lambda ids, mask: {"attention_mask": mask.flip(1) * mask},
-        lambda ids, mask: {"attention_mask": mask},
-        lambda ids, mask: {"attention_mask": mask, "position_ids": mask.cumsum(-1)},
-    ],
-    ids=["at the right", "on both sides", "counted", "from 1 on"],
-)
-def test_other_padding_is_left_to_the_model(change, graphs):
+@pytest.mark.parametrize("case", ["at the right", "on both sides", "counted", "from 1 on"])
+def test_other_padding_is_left_to_the_model(case, graphs):
     """And positions that are not those of the prompt's own tokens."""
     model, (ids, mask) = tiny.model("llama").eval(), padded(9, 4, 0)
-    options = {"use_cache": True, "logits_to_keep": 1} | change(ids, mask)
+    given = {"attention_mask": mask.flip(1) if case == "at the right" else mask}
+    if case == "on both sides":
+        given["attention_mask"] = mask * mask.flip(1)
+    elif case == "from 1 on":
+        given["position_ids"] = mask.cumsum(-1)
+    options = {"use_cache": True, "logits_to_keep": 1} | given
     with torch.no_grad(), tiny.eagerly(model):
         wanted = model(ids, **options).logits
     flexops.patch(model)

@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from typing import Any
 
+import pictured
 import pytest
 import tiny
 import torch
@@ -79,6 +80,39 @@ def test_captured_steps_give_likely_tokens(name, padding):
     flexops.unpatch(model)
     for tokens in found:
         assert_likely(model, tokens, inputs)
+
+
+@pytest.mark.parametrize("name", pictured.TYPES)
+def test_steps_behind_pictures_are_captured(name):
+    """Those behind the first token's; logits are the plain model's for the same tokens."""
+    model = pictured.small(name)
+    given = {
+        key: x.cuda().bfloat16() if x.is_floating_point() else x.cuda()
+        for key, x in pictured.inputs(model).items()
+    }
+    model = model.to("cuda", torch.bfloat16)
+    options = {"output_logits": True, "return_dict_in_generate": True, "pad_token_id": 0}
+    flexops.patch(model)
+    found = []
+    for _ in range(2):
+        made = generate(model, given, **options)
+        found.append((made.sequences, made.logits))
+        del made  # its cache has the graphs
+    assert torch.equal(found[0][0], found[1][0])
+    assert {key[0] for key in graphs(model)} == {"step"}
+    assert not decoder.decoder_of(model).refused
+    flexops.unpatch(model)
+    start = given["input_ids"].shape[1]
+    tokens, scores = found[1]
+
+    def force(ids: Tensor, made: Tensor) -> Tensor:
+        return torch.full_like(made, -1e4).scatter(1, tokens[:, ids.shape[1], None], 0.0)
+
+    expected = generate(model, given, logits_processor=[force], **options)
+    assert torch.equal(expected.sequences, tokens)
+    assert tokens.shape[1] == start + NEW
+    for one, two in zip(scores, expected.logits, strict=True):
+        assert (one - two).abs().max() <= 0.05 * two.abs().max()
 
 
 @pytest.mark.parametrize(

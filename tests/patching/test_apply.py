@@ -544,6 +544,23 @@ def test_switches_turn_parts_off() -> None:
     assert flexops.unpatch(model) == 0
 
 
+def test_the_default_dtype_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a model is made in bfloat16 by ``torch.set_default_dtype``."""
+    from flexops.patching import probe
+
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        monkeypatch.setattr(probe, "_known", {})
+        torch.set_default_dtype(dtype)
+        try:
+            report = flexops.patch(tiny.model("gemma3").to(dtype))
+            assert torch.get_default_dtype() == dtype
+        finally:
+            torch.set_default_dtype(torch.float32)
+        rows.append([(row.operator, row.swapped, row.reason) for row in report.rows])
+    assert rows[0] == rows[1]
+
+
 def test_code_that_computes_something_else_stays_and_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
