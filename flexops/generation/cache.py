@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GenerationError
+from . import recurrent
 from .compressed import CompressedLayer, CompressedStore, Settings
 from .layers import Cache, KVCacheLayer, Store
 
@@ -35,8 +36,8 @@ class KVCache(Cache):
     It goes into ``model.generate(..., past_key_values=cache)`` (from transformers 5.24 on
     ``cache=cache``) and ``model(...)`` of any model with attention only. Memory is allocated by the
     first tokens: of each layer ``2 * batch * max_length * kv_heads * head_dim`` elements of the
-    model's dtype, also of layers with a sliding window. Copies and pickles hold copies of the
-    tokens.
+    model's dtype, also of layers with a sliding window. Layers of linear attention and convolutions
+    keep states, as in transformers' own caches. Copies and pickles hold copies of the tokens.
     """
 
     layers: list[Any]
@@ -69,6 +70,7 @@ class KVCache(Cache):
                 "a KV cache has room for at least one token", found=f"max_length={max_length!r}"
             )
         self._make(layers_of(config), max_length, (bits, group_size, residual_length))
+        self._keep({i: recurrent.StateLayer(number) for i, number in states_of(config).items()})
 
     def _make(self, layers: int, max_length: int, settings: tuple[int, int, int]) -> None:
         self.store, self.settings = Store(layers, max_length), settings
@@ -95,9 +97,20 @@ class KVCache(Cache):
             )
         return super().update(key_states, value_states, layer_idx, *more, **named)
 
+    def _keep(self, states: dict[int, recurrent.StateLayer]) -> None:
+        """Have these layers keep states."""
+        self.store.recurrent = states
+        for index, layer in states.items():
+            self.layers[index] = layer
+
+    @property
+    def attention(self) -> list[KVCacheLayer]:
+        """The layers that keep tokens."""
+        return [layer for layer in self.layers if isinstance(layer, KVCacheLayer)]
+
     @property
     def length(self) -> int:
-        return int(self.layers[0].length)
+        return int(self.attention[0].length)
 
     @property
     def max_length(self) -> int:
@@ -105,21 +118,28 @@ class KVCache(Cache):
 
     def advance(self, tokens: int) -> None:
         """Count what steps have appended on the device."""
-        for layer in self.layers:
+        for layer in self.attention:
             layer.length += tokens
 
     def crop_to(self, length: int) -> None:
-        """Forget the tokens behind the first ``length``."""
-        for layer in self.layers:
-            layer.cut(min(layer.length, length))
+        """Forget the tokens behind the first ``length``; states can forget all or none."""
+        for layer in self.store.recurrent.values():
+            if length == 0:
+                layer.reset()
+            else:
+                layer.crop(min(length - self.length, 0))
+        for kept in self.attention:
+            kept.cut(min(kept.length, length))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._replace(lambda padding: padding.repeat_interleave(repeats, 0))
+        for layer in self.attention:
+            layer.batch_repeat_interleave(repeats)
+        self._replace(lambda kept: kept.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._replace(lambda padding: padding[indices.to(padding.device)])
+        for layer in self.attention:
+            layer.batch_select_indices(indices)
+        self._replace(lambda kept: kept[indices.to(kept.device)])
 
     @torch.inference_mode(False)
     def _replace(self, change: Any) -> None:
@@ -129,13 +149,17 @@ class KVCache(Cache):
         store.lengths, store.padding, store.behind = (
             None if one is None else change(one) for one in counts
         )
+        store.recurrent = {
+            index: layer.changed(change) for index, layer in self.store.recurrent.items()
+        }
         self.adopt(store)
 
     def adopt(self, store: Store) -> None:
         """Keep tokens in that memory from now on."""
         self.store = store
-        for layer in self.layers:
+        for layer in self.attention:
             layer.store = store
+        self._keep(store.recurrent)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         made = self.__reduce__()
@@ -144,7 +168,10 @@ class KVCache(Cache):
         return copied
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        kept = [layer.clone() for layer in self.layers]
+        kept = [
+            layer.clone() if isinstance(layer, KVCacheLayer) else layer.changed(torch.clone)
+            for layer in self.layers
+        ]
         padding = self.store.padding
         return _restore, (
             self.max_length,
@@ -159,8 +186,10 @@ def _restore(
 ) -> KVCache:
     cache = KVCache.__new__(KVCache)
     cache._make(len(kept), max_length, settings)
+    states = {i: one for i, one in enumerate(kept) if isinstance(one, recurrent.StateLayer)}
+    cache._keep(states)
     for layer, tensors in zip(cache.layers, kept, strict=True):
-        if tensors is not None:
+        if tensors is not None and layer is not tensors:
             layer.restore(tensors)
     if padding is not None and cache.store.padding is not None:
         cache.store.padding.copy_(padding)
@@ -182,13 +211,22 @@ def layers_of(config: Any) -> int:
         )
     config = config.get_text_config(decoder=True)
     kinds = list(getattr(config, "layer_types", None) or ["full_attention"])
-    other = next((kind for kind in kinds if kind not in KINDS), None)
+    known = set(KINDS).intersection(kinds) and {*KINDS, *recurrent.KINDS}
+    other = next((kind for kind in kinds if kind not in known), None)
     if other is not None:
         raise GenerationError(
             f"flexops.KVCache does not support the layers of {type(config).__name__}",
             found=other,
-            required=", ".join(KINDS),
+            required=", ".join((*KINDS, *recurrent.KINDS)),
             fix="model.generate(..., cache_implementation='dynamic')",
         )
     shared = getattr(config, "num_kv_shared_layers", None) or 0
     return int(config.num_hidden_layers) - shared
+
+
+def states_of(config: Any) -> dict[int, int]:
+    """Which layers keep states, and how many of each kind."""
+    config = config.get_text_config(decoder=True)
+    kinds = list(getattr(config, "layer_types", None) or ())
+    number = int(getattr(config, "number_of_conv_states", 1))
+    return {index: number for index, kind in enumerate(kinds) if kind in recurrent.KINDS}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..build.load import loader
+from ..errors import GenerationError
 from . import step
 from .cache import KVCache
 from .layers import Store
@@ -105,9 +106,16 @@ class Decoder:
             return None
         graph: step.Graph | None = store.graphs.get(key)
         if graph is None:
+            states = store.states()
+            before = [layer.remember() for layer in store.recurrent.values()]
             try:
-                graph = step.Graph(function, buffers, pool=store.pool(), generator=generator)
+                changed = (*buffers, *states)
+                graph = step.Graph(function, changed, pool=store.pool(), generator=generator)
+                if [*map(id, states)] != [*map(id, store.states())]:
+                    raise GenerationError("a layer has put its state elsewhere")
             except Exception as error:  # of any code of the model's
+                for put_back in before:
+                    put_back()
                 what = _MORE.get(key[0], "")
                 reason = f"capture{what} failed: {_first_line(error)}"
                 store.leave_pool()

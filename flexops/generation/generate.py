@@ -88,6 +88,8 @@ def generate(
         cache = mine.borrow(model, batch, room + 1)
     elif not isinstance(cache, KVCache):
         _fail("no such cache", type(cache).__name__, "a flexops.KVCache")
+    elif cache.store.recurrent:  # steps run ahead of the end
+        _fail("no such cache", "one with states of layers, which cannot forget tokens", "None")
     elif cache.length or cache.max_length < room:
         raise GenerationError(
             "flexops.generate starts with an empty cache, with room for all tokens",
@@ -236,7 +238,8 @@ class _Run:
         buffers.ends.copy_(torch.tensor(self.ends, dtype=torch.int64))
         self._choose(logits)
         found = self._steps(self._stepper(mask), length, total, streamer)
-        self.cache.crop_to(found.shape[1] - 1)
+        if not self.cache.store.recurrent:
+            self.cache.crop_to(found.shape[1] - 1)
         return found
 
     def _prefill(self, prompt: Tensor, mask: Tensor | None) -> Tensor:

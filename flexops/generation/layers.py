@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import GenerationError
 from ..ops.kvcache_attention import attention_with_kvcache
+from .recurrent import StateLayer
 from .state import CACHE_LAYER, Tables, state
 
 try:
@@ -30,6 +31,7 @@ class Store:
 
     Attributes:
         keys, values: of each layer ``[batch, max_length, kv_heads, head_dim]``.
+        recurrent: by their index, layers that keep states in their place.
         lengths: int32 ``[batch]``, on the device: where a decode step appends.
         padding: int32 ``[batch]``, on the device: how many tokens at the left take no part.
         behind: int32 ``[batch]``, on the device: how far positions are behind the tokens' places.
@@ -50,6 +52,7 @@ class Store:
         self.max_length = max_length
         self.keys: list[Tensor | None] = [None] * layers
         self.values: list[Tensor | None] = [None] * layers
+        self.recurrent: dict[int, StateLayer] = {}
         self.lengths: Tensor | None = None
         self.padding: Tensor | None = None
         self.behind: Tensor | None = None
@@ -89,6 +92,10 @@ class Store:
         made.keys, made.values = self.keys, self.values
         return made
 
+    def states(self) -> list[Tensor]:
+        """Of layers that keep some."""
+        return [one for layer in self.recurrent.values() for one in layer.states()]
+
     @property
     def batch(self) -> int:
         """-1 before the first tokens."""
@@ -111,6 +118,8 @@ class Store:
         kept = [one for one in (*self.keys, *self.values) if one is not None]
         if kept:
             torch._foreach_zero_(kept)
+        for layer in self.recurrent.values():
+            layer.reset()
         self.known = -1
 
     @torch.inference_mode(False)

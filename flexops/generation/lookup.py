@@ -147,7 +147,7 @@ class Lookup:
 def fits(run: Any, limit: int) -> bool:
     """Whether steps of a call can have several tokens, of rows of at most ``limit``."""
     cache = run.cache
-    if cache.decoder is None or type(cache.store) is not Store:
+    if cache.decoder is None or type(cache.store) is not Store or cache.store.recurrent:
         return False
     if limit + run.lookup > prompt.room_of(run.model, cache):
         return False

@@ -51,7 +51,7 @@ def prepare(
     **named: Any,
 ) -> Any:
     """transformers' method: puts the cache for a call of ``generate`` among its arguments."""
-    from .cache import KVCache
+    from .cache import KVCache, states_of
     from .decoder import captures, decoder_of
 
     del refuse, of_length  # for step.refusal and step.depends_on_length
@@ -62,7 +62,7 @@ def prepare(
         if length > given.max_length:
             given.store.grow(_grown(model, given.store.batch, length), given.length)
         return None
-    automatic = asked is None and captures(model.device)
+    automatic = asked is None and captures(model.device) and not (helps and states_of(model.config))
     if given is None and generation_config.use_cache is not False and (asked == NAME or automatic):
         decoder = decoder_of(model)
         batch = batch_size * max(

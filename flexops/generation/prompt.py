@@ -55,8 +55,8 @@ def logits_of(
     filled = filled_length(length)
     if keep != 1 or batch * filled > MOST_TOKENS or filled > room_of(model, cache):
         return None
-    if store.batch not in (-1, batch):
-        return None
+    if store.recurrent or store.batch not in (-1, batch):
+        return None  # tokens behind a prompt would change states
     if decoder.refused or step.is_capturing(tokens):
         return None
 

@@ -53,7 +53,7 @@ def replay(
     if width == 1:
         fits = length < cache.max_length
     else:
-        few = tokens.numel() <= MOST_TOKENS and type(store) is Store
+        few = tokens.numel() <= MOST_TOKENS and type(store) is Store and not store.recurrent
         fits = few and length + width <= prompt.room_of(model, cache)
     if not fits:
         return None

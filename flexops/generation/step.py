@@ -72,7 +72,7 @@ def logits_of(
             **keep,
             **{cache_name(): cache},
         )
-        missed = state.is_unfinished() or any(layer.pending for layer in cache.layers)
+        missed = state.is_unfinished() or any(one.pending for one in cache.attention)
     if missed:
         raise GenerationError(
             f"{type(model).__name__} does not attend by flexops' attention in all of its layers"

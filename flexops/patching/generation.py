@@ -60,7 +60,11 @@ def refusal(model: Any, *, again: bool = False) -> str:
         return f"{changing} changes what it reads from a cache, or its mask"
     text = config.get_text_config(decoder=True)
     kinds = set(getattr(text, "layer_types", None) or ())
-    if kinds - {"full_attention", "sliding_attention"}:
+    from ..generation import recurrent
+
+    if not model._supports_default_dynamic_cache():
+        return "it has a cache of its own"
+    if kinds - {"full_attention", "sliding_attention", *recurrent.KINDS}:
         return f"it has layers of {', '.join(sorted(kinds))}"
     window = getattr(text, "sliding_window", None)
     if window is not None and not attending.passes_window(text, window):

@@ -268,10 +268,11 @@ def test_a_model_that_cannot_be_captured_gets_the_cache_that_was_asked_for():
             "no keys and values of an encoder",
         ),
         (
-            transformers.Lfm2Config(
-                **tiny.SIZES, **tiny.WORDS, **tiny.GROUPED, layer_types=["conv", "full_attention"]
+            transformers.FalconH1Config(
+                **tiny.SIZES, **tiny.WORDS, **tiny.GROUPED, mamba_d_ssm=64, mamba_n_heads=4,
+                mamba_d_head=16, mamba_d_state=16,
             ),
-            "does not support the layers of Lfm2Config",
+            "does not support the layers of FalconH1Config",
         ),
     ],
 )  # fmt: skip
@@ -449,9 +450,10 @@ def test_other_caches_are_named():
     with pytest.raises(GenerationError, match="max_length=0"):
         flexops.KVCache(tiny.config("llama"), max_length=0)
     config = tiny.config("llama")
-    config.layer_types = ["linear_attention", "full_attention"]
-    with pytest.raises(GenerationError, match="linear_attention"):
-        flexops.KVCache(config, max_length=8)
+    for kinds in (["hybrid", "full_attention"], ["linear_attention"]):
+        config.layer_types = kinds
+        with pytest.raises(GenerationError, match=kinds[0]):
+            flexops.KVCache(config, max_length=8)
 
 
 def test_a_cache_is_copied_cropped_and_selected_from():

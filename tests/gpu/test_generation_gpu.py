@@ -115,6 +115,24 @@ def test_steps_behind_pictures_are_captured(name):
         assert (one - two).abs().max() <= 0.05 * two.abs().max()
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2_moe", "jamba"])
+def test_steps_of_layers_with_states_are_captured(name):
+    model = zoo.tiny(name).eval()
+    model.get_output_embeddings().weight.data.mul_(8)
+    model, inputs = model.to("cuda", torch.bfloat16), prompts(padding=True)
+    flexops.patch(model)
+    for _ in range(2):
+        found = (
+            generate(model, inputs),
+            flexops.generate(model, **inputs, max_new_tokens=NEW, eos_token_id=()),
+        )
+    assert {key[0] for key in graphs(model)} == {"step", "tokens"}
+    assert not decoder.decoder_of(model).refused
+    flexops.unpatch(model)
+    for tokens in found:
+        assert_likely(model, tokens, inputs)
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -117,7 +117,8 @@ NOT_OF_TORCH = {
     "_sock",  # of what the docker package connects by
     "_parameters", "_buffers", "_modules",  # of torch, but in every pickle of a module
     "_attn_implementation", "_model_mapping", "_supports_sdpa",  # of transformers
-    "_supports_logits_to_keep", "_prepare_cache_for_generation", "_MAPPING_NAMES",
+    "_supports_logits_to_keep", "_supports_default_dynamic_cache",
+    "_prepare_cache_for_generation", "_MAPPING_NAMES",
     "_apply_gate", "_default_apply_gate", "_experts_implementation",
 }  # fmt: skip
 DOCUMENTED = ("_version", "_foreach_")

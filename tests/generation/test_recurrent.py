@@ -1,0 +1,167 @@
+"""Caches of models with layers that keep a state: linear attention, Mamba, convolutions."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import zoo
+from torch import Tensor
+
+import flexops
+from flexops.errors import GenerationError
+from flexops.generation import decoder, recurrent
+
+NEW = 8
+NAMES = ["qwen3_next", "qwen3_5", "olmo_hybrid", "lfm2", "bamba", "jamba"]
+
+
+def small(name: str = "qwen3_next") -> Any:
+    config = zoo.tiny_config(transformers.CONFIG_MAPPING[name], name)
+    if name == "lfm2":
+        config.layer_types = ["conv", "full_attention"]
+    torch.manual_seed(0)
+    return zoo.shaken(zoo.class_of(config)(config)).eval()
+
+
+def prompts(padded: bool = False) -> dict[str, Tensor]:
+    ids = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 1 - int(padded)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generated(model: Any, given: dict[str, Tensor], **options: Any) -> Tensor:
+    options = {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0} | options
+    found = model.generate(**given, do_sample=False, **options)
+    assert isinstance(found, Tensor)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_are_those_of_the_plain_model(name, graphs):
+    """From captured steps, one after another in the same memory."""
+    model = small(name)
+    calls: list[dict[str, Any]] = [{}, {"padded": True}, {"num_beams": 2}]
+    given = [(prompts(one.pop("padded", False)), one) for one in calls]
+    expected = [generated(model, ids, **options) for ids, options in given]
+    report = flexops.patch(model)
+    (row,) = [row for row in report.rows if row.operator.startswith("generation")]
+    assert row.swapped, row.reason
+    for _ in range(2):
+        for (ids, options), wanted in zip(given, expected, strict=True):
+            with torch.inference_mode():
+                assert torch.equal(generated(model, ids, **options), wanted)
+        for (ids, _), wanted in zip(given[:2], expected, strict=False):
+            found = flexops.generate(model, **ids, max_new_tokens=NEW, eos_token_id=())
+            assert torch.equal(found, wanted)
+    ((_, store),) = decoder.decoder_of(model)._free
+    assert {key[0] for key in store.graphs} <= {"step", "tokens"}
+    assert graphs.made == 6  # each time of two rows, of four, and one that chooses tokens
+
+
+def chat(model: Any, cache: Any, turns: int = 3) -> Tensor:
+    ids = prompts()["input_ids"][:, :0]
+    for turn in range(turns):
+        more = torch.randint(3, 60, (2, 3 + turn), generator=torch.Generator().manual_seed(turn))
+        ids = torch.cat([ids, more], 1)
+        ids = generated(model, {"input_ids": ids}, past_key_values=cache)
+    return ids
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("bits", [16, 8])
+def test_a_conversation_goes_on(bits):
+    model = small()
+    expected = chat(model, transformers.DynamicCache(config=model.config))
+    flexops.patch(model)
+    cache = flexops.KVCache(model.config, max_length=128, bits=bits)
+    found = chat(model, cache)
+    assert (found == expected).float().mean() > (0.9 if bits == 8 else 0.999)
+    assert "step" in {key[0] for key in cache.store.graphs}
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_go_on_alone(duplicate):
+    model = small()
+    flexops.patch(model)
+    cache = flexops.KVCache(model.config, max_length=128)
+    begun = chat(model, cache, turns=1)
+    copied = duplicate(cache)
+    ids = {"input_ids": torch.cat([begun, begun[:, :2]], 1)}
+    one, two = (generated(model, ids, past_key_values=x) for x in (cache, copied))
+    assert torch.equal(one, two)
+
+
+def test_rows_are_repeated_and_selected():
+    model = small()
+    flexops.patch(model)
+    cache = flexops.KVCache(model.config, max_length=64)
+    given = prompts()["input_ids"]
+    with torch.no_grad():
+        model(given, past_key_values=cache, use_cache=True)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([3, 0]))
+        next_ = torch.tensor([[5], [6]])
+        found = model(next_, past_key_values=cache, use_cache=True).logits
+        whole = torch.cat([given[[1, 0]], next_], 1)
+        expected = model(whole, use_cache=False).logits[:, -1:]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_states_cannot_forget_tokens():
+    model = small()
+    flexops.patch(model)
+    cache = flexops.KVCache(model.config, max_length=64)
+    chat(model, cache, turns=1)
+    assert not cache.is_croppable
+    with pytest.raises(GenerationError, match="cannot forget tokens"):
+        cache.crop(-2)
+    with pytest.raises(GenerationError, match="one with states of layers"):
+        flexops.generate(model, prompts()["input_ids"], cache=cache)
+    cache.crop_to(0)
+    assert cache.length == 0
+    assert not any(one.any() for one in cache.store.states())
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_layer_that_moves_its_state_is_not_captured(monkeypatch):
+    model = small()
+    expected = generated(model, prompts())
+
+    def move(self: Any, recurrent_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
+        self.recurrent_states[state_idx] = recurrent_states.clone()
+        self.is_recurrent_states_initialized[state_idx] = True
+        return self.recurrent_states[state_idx]
+
+    monkeypatch.setattr(recurrent.StateLayer, "update_recurrent_state", move)
+    flexops.patch(model)
+    with pytest.warns(flexops.FallbackWarning, match="a layer has put its state elsewhere"):
+        assert torch.equal(generated(model, prompts()), expected)
+    assert torch.equal(generated(model, prompts()), expected)
+
+
+@pytest.mark.filterwarnings("ignore::flexops.FallbackWarning")
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("name", ["nemotron_h", "lfm2_moe"])
+def test_a_capture_that_fails_changes_no_state(name):
+    """On a CPU their experts ask the host, in the middle of a step."""
+    model = zoo.tiny(name).eval()
+    expected = generated(model, prompts(True), max_new_tokens=20)
+    flexops.patch(model)
+    for _ in range(2):
+        assert torch.equal(generated(model, prompts(True), max_new_tokens=20), expected)
+    assert "the host reads a tensor" in decoder.decoder_of(model).refused
+
+
+def test_a_cache_of_the_models_own_is_left_to_it():
+    model = zoo.tiny("minimax").eval()
+    expected = generated(model, prompts())
+    report = flexops.patch(model)
+    (row,) = [row for row in report.rows if row.operator.startswith("generation")]
+    assert row.reason == "it has a cache of its own"
+    assert torch.equal(generated(model, prompts()), expected)
