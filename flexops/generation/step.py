@@ -136,11 +136,13 @@ class Graph:
         with _capturing, torch.cuda.device(device):
             side = torch.cuda.Stream(device)
             side.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(side):
-                function()
-                for one, kept in zip(state, before, strict=True):
-                    one.copy_(kept)
-            torch.cuda.current_stream(device).wait_stream(side)
+            try:
+                with torch.cuda.stream(side):
+                    function()
+                    for one, kept in zip(state, before, strict=True):
+                        one.copy_(kept)
+            finally:
+                torch.cuda.current_stream(device).wait_stream(side)
             options: Any = {"stream": side, "capture_error_mode": "thread_local"}
             try:
                 with _uncollected(), torch.cuda.graph(self._graph, pool=pool, **options):
