@@ -83,6 +83,10 @@ if TYPE_CHECKING:
     )
     from .ops.softmax import causal_softmax as causal_softmax
     from .ops.softmax import scaled_masked_softmax as scaled_masked_softmax
+    from .ops.state_scan import gated_delta_rule as gated_delta_rule
+    from .ops.state_scan import gated_delta_rule_update as gated_delta_rule_update
+    from .ops.state_scan import mamba2_scan as mamba2_scan
+    from .ops.state_scan import mamba2_scan_update as mamba2_scan_update
     from .patching import patch as patch
     from .patching import unpatch as unpatch
 
@@ -135,6 +139,12 @@ _NAMES = {
     "ops.routing": ("route_tokens",),
     "ops.scaled_dot_product_attention": ("scaled_dot_product_attention",),
     "ops.softmax": ("causal_softmax", "scaled_masked_softmax"),
+    "ops.state_scan": (
+        "gated_delta_rule",
+        "gated_delta_rule_update",
+        "mamba2_scan",
+        "mamba2_scan_update",
+    ),
     "optim": ("optim",),
     "patching": ("patch", "patching", "unpatch"),
 }

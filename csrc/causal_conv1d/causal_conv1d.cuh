@@ -5,6 +5,7 @@
 // before a run. The loads of the next steps are issued before the present ones are computed.
 #pragma once
 
+#include "common/async.cuh"
 #include "common/elements.cuh"
 
 namespace flexops::causal_conv1d {
@@ -204,12 +205,14 @@ struct UpdateParams {
   i64 count, channels, x_batch, x_channel, x_step;
   int length, size, width, silu;
   int whole;  // one step of kTaps: the state is read and written whole
+  int early;  // few blocks: the kernel starts before the one ahead has ended
 };
 
 /// A thread to each channel of each sequence.
 template <typename T, typename W>
 __global__ void __launch_bounds__(kThreads)
     causal_conv1d_step(const FLEXOPS_GRID_CONSTANT UpdateParams p) {
+  if (p.early) wait_for_previous(), let_next_start();
   const i64 index = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x;
   if (index >= p.count) return;
   const i64 channel = index % p.channels;

@@ -54,10 +54,11 @@ const char* launch_all(const Params& p, const ConvShape& shape, void* stream) {
 }
 
 template <typename T, typename W>
-void update(const causal_conv1d::UpdateParams& p, void* stream) {
-  launch(kernel<causal_conv1d::causal_conv1d_step<T, W>>,
-         {blocks(ceil_div(p.count, causal_conv1d::kThreads)), {causal_conv1d::kThreads}, stream},
-         p);
+void update(causal_conv1d::UpdateParams& p, void* stream) {
+  LaunchConfig config{
+      blocks(ceil_div(p.count, causal_conv1d::kThreads)), {causal_conv1d::kThreads}, stream};
+  p.early = config.early = config.grid.x <= kFewBlocks;
+  launch(kernel<causal_conv1d::causal_conv1d_step<T, W>>, config, p);
 }
 
 }  // namespace

@@ -53,6 +53,8 @@ struct LaunchConfig {
   bool together = false;     // all blocks run at once: they wait for each other
 };
 
+/// Of a kernel that may start early: they wait beside those of the kernel ahead.
+constexpr int64_t kFewBlocks = 128;
 constexpr int kMaxGpus = 32;
 
 /// A kernel, whatever it takes.

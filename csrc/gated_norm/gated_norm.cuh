@@ -33,6 +33,7 @@ struct Params {
   float eps;
   int norm_first;
   int sigmoid;  // of the gate, not silu
+  int early;    // few blocks: the kernel starts before the one ahead has ended
 };
 
 FLEXOPS_DEVICE float sigmoid(float x) {
@@ -221,6 +222,7 @@ __global__ void __launch_bounds__(kBound<Lanes>)
     gated_norm_forward(const FLEXOPS_GRID_CONSTANT Params p) {
   extern __shared__ uint4 storage[];
   __shared__ float shared[2][32][1];
+  if (p.early) wait_for_previous(), let_next_start();
   if (p.norm_first) return forward_of<true, T, W, Lanes, N>(p, storage, shared);
   forward_of<false, T, W, Lanes, N>(p, storage, shared);
 }

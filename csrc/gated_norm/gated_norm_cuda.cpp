@@ -117,7 +117,8 @@ const char* gated_rms_norm_cuda(const TensorView& x, const TensorView& gate,
   Params& p = plan.p;
   set_options(p, eps, norm_first, sigmoid);
   p.x = x.data, p.gate = gate.data, p.weight = weight.data, p.out = out.data;
-  const LaunchConfig config{plan.grid(), blocks(plan.threads), stream, plan.shared_bytes};
+  LaunchConfig config{plan.grid(), blocks(plan.threads), stream, plan.shared_bytes};
+  p.early = config.early = int64_t{config.grid.x} * config.grid.y <= kFewBlocks;
   with_teams(x, weight, plan, [&](auto type, auto w, auto lanes, auto n) {
     launch(kernel<gated_norm::gated_norm_forward<decltype(type), decltype(w), lanes, n>>, config,
            p);

@@ -18,8 +18,6 @@ using norm::Forward;
 
 constexpr int64_t kBusy =
     100000;  // threads that are enough for any GPU: with fewer, a row gets more of them
-/// That may start early: they wait beside those of the kernel ahead.
-constexpr int64_t kFewBlocks = 128;
 constexpr int64_t kPiece = 4;    // elements of forward_ragged's pieces
 constexpr int64_t kPieces = 12;  // that a thread takes of a row
 

@@ -158,6 +158,8 @@ PARTS = {
     "operands of fp8 products": ("gpu/test_fp8_linear_gpu.py", OPERANDS, 3),
     "attention over a cache: it appends, rotates, looks up pages and attends":
         ("gpu/test_kvcache_attention_gpu.py", "small_cases and (several_tokens or a_token)", 2),
+    "recurrences whose state is a matrix":
+        ("gpu/test_state_scan_gpu.py", "float64s and (1x1x2x8x8-2- or 64x72-17) and bfloat16", 4),
     "the choice of tokens":
         ("ops/test_next_token.py", "cpu and not (600 or 128256 or torch.float16)", 27),
 }  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from state_scan_cases import by_steps
 from torch import Tensor
 
 import flexops
@@ -39,6 +40,17 @@ def plain_routes(x: Tensor, bias: Tensor) -> Tensor:
     scores = x.softmax(-1)
     chosen = scores.gather(1, (scores + bias).topk(2).indices)
     return chosen / chosen.sum(-1, keepdim=True)
+
+
+def plain_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    start = q.new_zeros(1, 2, 4, 4)
+    q, k = (one / (one.square().sum(-1, True) + 1e-6).sqrt() for one in (q, k))
+    return by_steps(start, q / 2, k, v, (-g.abs()).exp(), beta, True)[0].to(v.dtype)
+
+
+def plain_mamba2(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    start, rates = x.new_zeros(1, 2, 4, 4), F.softplus(dt)
+    return by_steps(start, c, b, x, (-a.abs() * rates).exp(), rates, False)[0].to(x.dtype)
 
 
 def first_part(function: Any, **options: Any) -> Any:
@@ -124,6 +136,16 @@ PENALTIES: dict[str, tuple[Any, ...]] = {
         *(draw(12, 16), draw(6, 2)),
     ),
     "expert biases": (lambda rows, bias: add_bias(rows, bias, ORDER), draw(12, 16), draw(4, 16)),
+    "gated_delta_rule": (
+        lambda q, k, v, g, beta: flexops.gated_delta_rule(
+            q, k, v, -g.abs(), beta, use_qk_l2norm_in_kernel=True
+        )[0],
+        *(draw(1, 3, 2, 4), draw(1, 3, 2, 4), draw(1, 3, 2, 4), draw(1, 3, 2), draw(1, 3, 2)),
+    ),
+    "mamba2_scan": (
+        lambda x, dt, a, b, c: flexops.mamba2_scan(x, dt, -a.abs(), b, c, dt_softplus=True),
+        *(draw(1, 3, 2, 4), draw(1, 3, 2), draw(2), draw(1, 3, 1, 4), draw(1, 3, 1, 4)),
+    ),
     "grouped_linear": (
         lambda x, weight: flexops.grouped_linear(x, weight, ENDS),
         *(draw(6, 16), draw(3, 8, 16)),
@@ -179,6 +201,8 @@ PLAIN = {
     "int4_linear": lambda x, bias: F.linear(x, DENSE.double(), bias),
     "fp8_linear": F.linear,  # whole numbers have codes
     "fp8_linear gw_hp": F.linear,
+    "gated_delta_rule": plain_delta_rule,
+    "mamba2_scan": plain_mamba2,
     "layer_norm": lambda x, *parts: F.layer_norm(x, x.shape[-1:], *parts),
     "rotary_embedding": plain_rotary,
     "rotary_embedding in place": plain_rotary,
@@ -187,6 +211,7 @@ PLAIN = {
 """Of those whose gradient has derivatives, or does not depend on the arguments."""
 WITHOUT_GRADIENT = {
     *("attention_with_kvcache", "causal_conv1d_update", "few_rows_linear"),
+    *("gated_delta_rule_update", "mamba2_scan_update"),
     *("grad_norm", "rms_norm_quantized"),
     *("dequantize", "dequantize_fp8", "dequantize_int8", "pack_int4", "unpack_int4"),
     *("quantize", "quantize_fp8", "quantize_int4", "quantize_int8"),

@@ -973,6 +973,20 @@ CATALOG: tuple[OpSpec, ...] = (
         ),
     ),
     _family(
+        "state_scan",
+        _op(
+            "state_scan_(Tensor(a!) state, Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor"
+            " rate, Tensor? a, Tensor? bias, Tensor? skip, int gates, bool delta, bool normalize,"
+            " float scale, float low, float high) -> Tensor",
+            dtypes={"state": "float32", "q": "v", "k": "v", "v": _FLOATS}
+            | dict.fromkeys(("decay", "rate", "a", "bias", "skip"), _FLOATS),
+            strided=dict.fromkeys("qkv", "aligned columns")
+            | dict.fromkeys(("state", "decay", "rate", "a", "bias", "skip"), "any"),
+            outputs=(Output("v", "v"),),
+            hidden=True,
+        ),
+    ),
+    _family(
         "gated_norm",
         _op(
             f"gated_rms_norm({_GATED_NORM}) -> Tensor",

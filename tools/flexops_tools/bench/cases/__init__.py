@@ -62,6 +62,17 @@ SOURCES: tuple[Source, ...] = (
     ),
     Source("gated_norm", "causal_conv1d", "gated_norm", ("gated_rms_norm",)),
     Source(
+        "state_scan",
+        "state_scan",
+        "state_scan",
+        (
+            "gated_delta_rule",
+            "gated_delta_rule_update",
+            "mamba2_scan",
+            "mamba2_scan_update",
+        ),
+    ),
+    Source(
         "kvcache_attention", "kvcache_attention", "kvcache_attention", ("attention_with_kvcache",)
     ),
     Source("few_rows", "few_rows", "few_rows", ("few_rows_linear",)),

@@ -1,0 +1,479 @@
+"""Recurrences whose state is a matrix: linear attention with the gated delta rule (Yang, Kautz and
+Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464), and the state-space duality of Mamba-2 (Dao
+and Gu, arXiv 2405.21060).
+
+Each head has a state ``S`` of ``K`` rows and ``V`` columns. A step of ``q``, ``k`` and ``v``, with
+a decay ``d`` and a rate ``r``::
+
+    S = d * S
+    S = S + outer(k, r * (v - S^T k))    # the delta rule; without it: outer(k, r * v)
+    out = S^T q
+
+States and sums are float32, whatever the dtype of ``v``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch import forward_mode, is_transforming
+from ._arguments import ANY_FLOAT, check_device, check_shape, check_tensor, number, wide
+from ._declared import define
+from ._multi_tensor import increment_versions
+from ._register import caller, is_tracing, no_forward_mode
+from ._self_check import Make, checking
+
+_GIVEN, _SOFTPLUS, _DELTA = range(3)
+"""How decays and rates are said: kGatesGiven ... of csrc/state_scan."""
+_CHUNK = 64
+_MOST_ROWS, _VECTOR = 256, 8
+_LEAST_LOGARITHM = -200.0
+"""Of a decay: its exponential is 0 in float32, and differences of sums stay numbers."""
+_EPSILON = 1e-6
+_STATES = (torch.float32, torch.float64)
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Linear attention by the gated delta rule, over whole sequences. Formula: see the module; the
+    decay of a step is ``exp(g)``, its rate ``beta``. Arguments are those of flash-linear-attention.
+
+    Args:
+        q, k: ``[batch, length, key_heads, K]``, float32, float16 or bfloat16.
+        v: ``[batch, length, heads, V]`` of their dtype; ``heads`` is a multiple of ``key_heads``,
+            whose neighbours share ``q`` and ``k``.
+        g: ``[batch, length, heads]``, logarithms of decays, at most 0.
+        beta: ``[batch, length, heads]``.
+        scale: of ``q``; None: ``K ** -0.5``.
+        initial_state: ``[batch, heads, K, V]``; None for zeros. It is not changed.
+        output_final_state: also return the last state.
+        use_qk_l2norm_in_kernel: first divide each row of ``q`` and of ``k`` by
+            ``sqrt(sum of squares + 1e-6)``.
+
+    Returns:
+        ``(out, final_state)``: ``[batch, length, heads, V]`` of v's dtype; float32
+        ``[batch, heads, K, V]``, or None.
+
+    Raises:
+        TypeError: a tensor is not of the dtypes above.
+        ValueError: shapes are not as above.
+
+    Differentiable; where a gradient is required, plain PyTorch computes it. So it does on a GPU
+    where ``K`` or ``V`` is no multiple of 8, and everywhere where ``K`` is more than 256.
+    """
+    where = "flexops.gated_delta_rule"
+    shape, factor = _check(where, q, k, v, g, beta, scale)
+    if initial_state is not None:
+        check_tensor(where, "initial_state", initial_state, ANY_FLOAT)
+        check_device(where, "initial_state", initial_state, "v", v)
+        check_shape(where, "initial_state", initial_state, shape)
+    arguments = (q, k, v, g, beta, None, None, None)
+    said = (_GIVEN, True, bool(use_qk_l2norm_in_kernel), factor, 0.0, math.inf)
+    if _differentiates(where, *arguments, initial_state):
+        out, final = _scanned(initial_state, *arguments, *said)
+        return out, final if output_final_state else None
+    state = _state(initial_state, shape, v)
+    out = _run(state, *arguments, *said)
+    return out, state if output_final_state else None
+
+
+def gated_delta_rule_update(
+    state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> Tensor:
+    """The next steps of :func:`gated_delta_rule`, for decoding: **writes the state in place**.
+
+    Args:
+        state: float32 ``[batch, heads, K, V]``.
+        q, k, v, g, beta, scale, use_qk_l2norm_in_kernel: as there.
+
+    Returns:
+        ``[batch, length, heads, V]`` of v's dtype. Not differentiable.
+
+    Raises:
+        TypeError: a tensor is not of the dtypes above.
+        ValueError: shapes are not as above.
+    """
+    where = "flexops.gated_delta_rule_update"
+    check_tensor(where, "state", state, _STATES)
+    shape, factor = _check(where, q, k, v, g, beta, scale)
+    check_device(where, "state", state, "v", v)
+    check_shape(where, "state", state, shape)
+    said = (_GIVEN, True, bool(use_qk_l2norm_in_kernel), factor, 0.0, math.inf)
+    with torch.no_grad():
+        out = _run(state, q, k, v, g, beta, None, None, None, *said)
+    increment_versions([state])
+    return out
+
+
+def mamba2_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Mamba-2's recurrence over whole sequences. Arguments are those of mamba_ssm.
+
+    Formula: see the module, without the delta rule; ``v`` is ``x``, ``k`` is ``B``, ``q`` is ``C``.
+    The rate is ``r = clamp(softplus(dt + dt_bias), *dt_limit)``, the decay ``exp(A * r)``, and
+    ``D * x`` is added to the result.
+
+    Args:
+        x: ``[batch, length, heads, P]``, float32, float16 or bfloat16.
+        dt: ``[batch, length, heads]``.
+        A: ``[heads]``, below 0.
+        B, C: ``[batch, length, groups, N]`` of x's dtype; ``heads`` is a multiple of ``groups``,
+            and neighbours share.
+        D, dt_bias: ``[heads]`` or None.
+        dt_softplus: whether ``softplus`` is computed; else the rate is the sum, clamped.
+        dt_limit: the least and the greatest rate.
+        initial_states: ``[batch, heads, P, N]``; None for zeros. They are not changed.
+        return_final_states: also return the last states.
+
+    Returns:
+        ``[batch, length, heads, P]`` of x's dtype; with ``return_final_states`` a tuple
+        ``(out, final_states)``, of which the states are float32 ``[batch, heads, P, N]``.
+
+    Raises:
+        TypeError: a tensor is not of the dtypes above.
+        ValueError: shapes are not as above.
+
+    Differentiable; where a gradient is required, plain PyTorch computes it. So it does on a GPU
+    where ``N`` or ``P`` is no multiple of 8, and everywhere where ``N`` is more than 256.
+    """
+    where = "flexops.mamba2_scan"
+    shape = _check_mamba2(where, x, dt, A, B, C, D, dt_bias, dt_limit)
+    if initial_states is not None:
+        check_tensor(where, "initial_states", initial_states, ANY_FLOAT)
+        check_device(where, "initial_states", initial_states, "x", x)
+        check_shape(where, "initial_states", initial_states, shape)
+    arguments = _of_mamba2(x, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit)
+    if _differentiates(where, *arguments, initial_states):
+        before = None if initial_states is None else initial_states.mT
+        out, final = _scanned(before, *arguments)
+        return (out, final.mT) if return_final_states else out
+    state = _state(initial_states, shape, x)
+    out = _run(state.mT, *arguments)
+    return (out, state) if return_final_states else out
+
+
+def mamba2_scan_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+) -> Tensor:
+    """The next steps of :func:`mamba2_scan`, for decoding: **writes the state in place**.
+
+    Args:
+        state: float32 ``[batch, heads, P, N]``.
+        x, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit: as there.
+
+    Returns:
+        ``[batch, length, heads, P]`` of x's dtype. Not differentiable.
+
+    Raises:
+        TypeError: a tensor is not of the dtypes above.
+        ValueError: shapes are not as above.
+    """
+    where = "flexops.mamba2_scan_update"
+    check_tensor(where, "state", state, _STATES)
+    shape = _check_mamba2(where, x, dt, A, B, C, D, dt_bias, dt_limit)
+    check_device(where, "state", state, "x", x)
+    check_shape(where, "state", state, shape)
+    with torch.no_grad():
+        out = _run(state.mT, *_of_mamba2(x, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit))
+    increment_versions([state])
+    return out
+
+
+def _check_mamba2(
+    where: str,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    bias: Tensor | None,
+    limit: tuple[float, float],
+) -> list[int]:
+    """The shape of the states."""
+    named = {"x": x, "dt": dt, "A": a, "B": b, "C": c}
+    named |= {name: one for name, one in (("D", d), ("dt_bias", bias)) if one is not None}
+    for name, tensor in named.items():
+        check_tensor(where, name, tensor, ANY_FLOAT)
+        check_device(where, name, tensor, "x", x)
+    batch, heads = _check_heads(where, ("x", x, "P"), ("B", b), ("C", c), ("groups", "N"))
+    check_shape(where, "dt", dt, [*x.shape[:2], heads])
+    for name in named.keys() & {"A", "D", "dt_bias"}:
+        check_shape(where, name, named[name], [heads])
+    if not limit[0] <= limit[1]:
+        raise ValueError(f"{where}: dt_limit must be two numbers, the lesser first, got {limit}")
+    return [batch, heads, x.shape[3], b.shape[3]]
+
+
+def _of_mamba2(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor | None,
+    bias: Tensor | None,
+    softplus: bool,
+    limit: tuple[float, float],
+) -> tuple[Any, ...]:
+    """The operator's arguments behind the state."""
+    low, high = map(float, limit)
+    if softplus:
+        return (c, b, x, None, dt, a, bias, d, _SOFTPLUS, False, False, 1.0, low, high)
+    rate = wide(dt) if bias is None else wide(dt) + bias
+    rate = rate.clamp(low, high)
+    return (c, b, x, a * rate, rate, None, None, d, _GIVEN, False, False, 1.0, low, high)
+
+
+def _state(initial: Tensor | None, shape: list[int], like: Tensor) -> Tensor:
+    """A state of its own to begin with."""
+    kind = torch.float64 if like.dtype == torch.float64 else torch.float32
+    if initial is None:
+        return torch.zeros(shape, dtype=kind, device=like.device)
+    return initial.to(kind, copy=True, memory_format=torch.contiguous_format)
+
+
+def _check_heads(
+    where: str,
+    values: tuple[str, Tensor, str],
+    first: tuple[str, Tensor],
+    second: tuple[str, Tensor],
+    words: tuple[str, str],
+) -> tuple[int, int]:
+    """Batch and heads."""
+    name, v, columns = values
+    for other, tensor in (first, second):
+        if tensor.dtype != v.dtype:
+            raise TypeError(
+                f"{where}: {other} must have {name}'s dtype {v.dtype}, got {tensor.dtype}"
+            )
+    check_shape(where, name, v, ["batch", "length", "heads", columns])
+    batch, length, heads, _ = v.shape
+    check_shape(where, first[0], first[1], [batch, length, *words])
+    check_shape(where, second[0], second[1], list(first[1].shape))
+    groups = first[1].shape[2]
+    if not groups or heads % groups:
+        raise ValueError(f"{where}: {name} must have a multiple of {groups} heads, got {heads}")
+    return batch, heads
+
+
+def delta_step(
+    state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+) -> Tensor:
+    """:func:`gated_delta_rule_update` of normalized ``q`` and ``k``, with the gates as layers have
+    them: ``g = -exp(a_log) * softplus(a + dt_bias)`` and ``beta = sigmoid(b)``. It checks
+    nothing."""
+    return _run(
+        state, q, k, v, a, b, a_log, dt_bias, None, _DELTA, True, True, q.shape[-1] ** -0.5,
+        0.0, 1.0,
+    )  # fmt: skip
+
+
+def _check(
+    where: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None
+) -> tuple[list[int], float]:
+    """The shape of the states, and the scale."""
+    named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    for name, tensor in named.items():
+        check_tensor(where, name, tensor, ANY_FLOAT)
+        check_device(where, name, tensor, "q", q)
+    batch, heads = _check_heads(where, ("v", v, "V"), ("q", q), ("k", k), ("key_heads", "K"))
+    for name in ("g", "beta"):
+        check_shape(where, name, named[name], [*v.shape[:2], heads])
+    shape = [batch, heads, q.shape[3], v.shape[3]]
+    if scale is None:
+        return shape, max(q.shape[3], 1) ** -0.5
+    return shape, number(f"{where}: scale", scale)
+
+
+def _differentiates(where: str, *arguments: Any) -> bool:
+    """Whether a call is differentiated, or transformed by ``torch.func``."""
+    if not is_tracing() and forward_mode._current_level >= 0:
+        no_forward_mode(where)
+    if is_transforming():
+        return True
+    tensors = (one for one in arguments if isinstance(one, Tensor))
+    return torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+
+
+def has_kernels(k: Tensor, v: Tensor) -> bool:
+    """Whether kernels compute with heads of so many columns."""
+    rows, columns = k.shape[-1], v.shape[-1]
+    return rows <= _MOST_ROWS and not (v.is_cuda and (rows % _VECTOR or columns % _VECTOR))
+
+
+def _run(state: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
+    if not has_kernels(k, v):
+        return _reference(state, q, k, v, *arguments)
+    lies_well = is_tracing() or not state.is_cuda or _lies_well(state)
+    kept = state if lies_well else state.clone(memory_format=torch.contiguous_format)
+    out: Tensor = _CALL(kept, q, k, v, *arguments)
+    if kept is not state:
+        state.copy_(kept)
+    return out
+
+
+def _lies_well(state: Tensor) -> bool:
+    """Whether a GPU reads and writes it by vectors of 16 bytes."""
+    whole = state.is_contiguous() or state.mT.is_contiguous()
+    return whole and state.data_ptr() % 16 == 0
+
+
+# ---- the reference ----
+
+
+def _gates(
+    decay: Tensor | None,
+    rate: Tensor,
+    a: Tensor | None,
+    bias: Tensor | None,
+    gates: int,
+    low: float,
+    high: float,
+) -> tuple[Tensor, Tensor]:
+    """Logarithms of decays, and rates, wide: ``[batch, length, heads]``."""
+    rate = wide(rate)
+    if gates == _GIVEN:
+        assert decay is not None
+        return wide(decay), rate
+    assert a is not None
+    offset = 0.0 if bias is None else wide(bias)
+    if gates == _SOFTPLUS:
+        rate = torch.nn.functional.softplus(rate + offset).clamp(low, high)
+        return wide(a) * rate, rate
+    assert decay is not None
+    decay = torch.nn.functional.softplus(wide(decay) + offset)
+    return -wide(a).exp() * decay, high * rate.sigmoid()
+
+
+def _scanned(
+    state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None,
+    rate: Tensor,
+    a: Tensor | None,
+    bias: Tensor | None,
+    skip: Tensor | None,
+    gates: int,
+    delta: bool,
+    normalize: bool,
+    scale: float,
+    low: float,
+    high: float,
+) -> tuple[Tensor, Tensor]:
+    """The results and the last state. Steps are computed by chunks: within one, the changes ``u``
+    of the delta rule solve a triangular system (section 3 of the paper)."""
+    logarithms, rates = _gates(decay, rate, a, bias, gates, low, high)
+    logarithms = logarithms.clamp(min=_LEAST_LOGARITHM)
+    heads, dtype = v.shape[2], v.dtype
+    q, k, v = (wide(one).transpose(1, 2) for one in (q, k, v))
+    logarithms, rates = logarithms.transpose(1, 2), rates.transpose(1, 2)
+    if normalize:
+        q, k = (one * (one.square().sum(-1, True) + _EPSILON).rsqrt() for one in (q, k))
+    q, k = (one.repeat_interleave(heads // one.shape[1], 1) for one in (q * scale, k))
+    if state is None:
+        state = v.new_zeros(*v.shape[:2], q.shape[3], v.shape[3])
+    now = state.to(v.dtype)
+    results = []
+    for at in range(0, v.shape[2], _CHUNK):
+        part = slice(at, at + _CHUNK)
+        of_q, of_k, of_v, rates_now = (one[:, :, part] for one in (q, k, v, rates))
+        sums = logarithms[:, :, part].cumsum(-1)
+        between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).tril().exp().tril()
+        before = sums.exp().unsqueeze(-1)
+        if delta:
+            system = (rates_now.unsqueeze(-1) * (of_k @ of_k.mT) * between).tril(-1)
+            wanted = rates_now.unsqueeze(-1) * (of_v - before * (of_k @ now))
+            change = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        else:
+            change = rates_now.unsqueeze(-1) * of_v
+        results.append(before * (of_q @ now) + ((of_q @ of_k.mT) * between) @ change)
+        left = (sums[:, :, -1:] - sums).exp().unsqueeze(-1)
+        now = before[:, :, -1:] * now + (left * of_k).mT @ change
+    out = torch.cat(results, 2) if results else v
+    if skip is not None:
+        out = out + wide(skip)[:, None, None] * v
+    return out.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format), now
+
+
+def _reference(state: Tensor, *arguments: Any) -> Tensor:
+    out, final = _scanned(state, *arguments)
+    state.copy_(final)
+    return out
+
+
+define("state_scan_", _reference, function="gated_delta_rule")
+_CALL = caller(torch.ops.flexops.state_scan_.default)
+
+
+@checking()
+def self_check(make: Make) -> Any:
+    """Two steps of heads that share q and k, and a longer sequence without the delta rule."""
+    results = []
+    for length, delta, gates in (
+        (2, True, _GIVEN),
+        (37, False, _SOFTPLUS),
+        (20, True, _DELTA),
+    ):
+        state = make(2, 4, 16, 24, dtype=torch.float32)
+        q, k = make(2, length, 2, 16), make(2, length, 2, 16)
+        v, rate = make(2, length, 4, 24), make.uniform(2, length, 4)
+        decay = None if gates == _SOFTPLUS else -make.uniform(2, length, 4)
+        a, bias = (None, None) if gates == _GIVEN else (-make.uniform(4), make(4))
+        said = (gates, delta, delta, 0.25, 0.0, 1.0)
+        out = _CALL(state, q, k, v, decay, rate, a, bias, make(4), *said)
+        results += [out, state]
+    return results
