@@ -120,6 +120,15 @@ class KVCache(Cache):
         """Count what steps have appended on the device."""
         for layer in self.attention:
             layer.length += tokens
+        for states in self.store.recurrent.values():
+            states.said(True)
+
+    def restart(self) -> None:
+        """Forget all tokens; the next ones write over what is there."""
+        for states in self.store.recurrent.values():
+            states.said(False)
+        for layer in self.attention:
+            layer.cut(0)
 
     def crop_to(self, length: int) -> None:
         """Forget the tokens behind the first ``length``; states can forget all or none."""

@@ -2,8 +2,9 @@
 by a CUDA graph. The host takes longer to launch the kernels of a short prompt than a GPU takes to
 compute them.
 
-Tokens behind a prompt must not change its logits, which is measured once for a model. Prompts with
-padding at their left are computed without it, and their keys and values put where it was.
+Tokens behind a prompt must not change its logits, nor the states that layers keep, which is
+measured once for a model. Prompts with padding at their left are computed without it, and their
+keys and values put where it was.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import step
+from . import state, step
 from .cache import KVCache
 from .names import cache_name
 from .state import nothing_hidden
@@ -24,6 +25,7 @@ MOST_TOKENS = 2048
 _MOST_PADDED = 16
 """Prompts with padding: logits are computed behind the end of each in all of them."""
 _MEASURED = 32
+_ROUNDING = 0.25
 
 
 def filled_length(tokens: int) -> int:
@@ -55,20 +57,21 @@ def logits_of(
     filled = filled_length(length)
     if keep != 1 or batch * filled > MOST_TOKENS or filled > room_of(model, cache):
         return None
-    if store.recurrent or store.batch not in (-1, batch):
-        return None  # tokens behind a prompt would change states
+    if store.batch not in (-1, batch):
+        return None
     if decoder.refused or step.is_capturing(tokens):
         return None
 
     def compute(ids: Tensor, last: Tensor, starts: Tensor | None = None) -> Tensor:
-        cache.crop_to(0)
+        cache.restart()
         named = {cache_name(): cache, "use_cache": True}
-        if starts is None:
-            with store.filling(last):
-                return _logits(model, forward, ids, last, named)
-        order = (torch.arange(filled, device=ids.device) - starts[:, None]).clamp(min=0)
-        with store.filling((last + starts)[:1], order):
-            return _logits(model, forward, ids, last, named).diagonal().T[:, None]
+        with state.filled(last):
+            if starts is None:
+                with store.filling(last):
+                    return _logits(model, forward, ids, last, named)
+            order = (torch.arange(filled, device=ids.device) - starts[:, None]).clamp(min=0)
+            with store.filling((last + starts)[:1], order):
+                return _logits(model, forward, ids, last, named).diagonal().T[:, None]
 
     with step.untracked():
         starts = _starts(tokens, mask, positions)
@@ -88,12 +91,12 @@ def logits_of(
                 to.copy_(new)
             assert store.lengths is not None
             graph = decoder.captured(store, key, lambda: compute(*kept), (store.lengths,))
-            cache.crop_to(0)
+            cache.restart()
             if graph is None:
                 decoder.fills[cache.state] = False
                 return None
             logits = graph.replay().clone()
-    cache.crop_to(0)
+    cache.restart()
     cache.advance(length)
     return logits
 
@@ -150,17 +153,18 @@ def _starts(tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> li
 
 
 def can_fill(model: Any, forward: Callable[..., Any], cache: KVCache) -> bool:
-    """Whether a model's tokens can be filled up: others behind them do not change their logits."""
-    fills, state = cache.decoder.fills, cache.state
-    if state not in fills:
+    """Whether a model's tokens can be filled up: others behind them change neither their logits nor
+    what layers keep of them."""
+    fills, known = cache.decoder.fills, cache.state
+    if known not in fills:
         usual = not step.depends_on_length(model) and model._supports_logits_to_keep()
         length = min(_MEASURED, room_of(model, cache))
-        fills[state] = usual and _hides_the_rest(model, forward, length)
-    return bool(fills[state])
+        fills[known] = usual and _hides_the_rest(model, forward, cache, length)
+    return bool(fills[known])
 
 
-def _hides_the_rest(model: Any, forward: Callable[..., Any], length: int) -> bool:
-    """Whether so many tokens do not change the logits before them."""
+def _hides_the_rest(model: Any, forward: Callable[..., Any], cache: KVCache, length: int) -> bool:
+    """Whether so many tokens do not change the logits before them, nor states."""
     words = model.config.get_text_config(decoder=True).vocab_size
     one = torch.arange(length, device=model.device)[None] % words
     other = one.clone()
@@ -168,4 +172,23 @@ def _hides_the_rest(model: Any, forward: Callable[..., Any], length: int) -> boo
     other[:, half:] = (one[:, half:] + 1) % words
     last = torch.full((1,), half - 1, device=model.device)
     found = [_logits(model, forward, tokens, last, {"use_cache": False}) for tokens in (one, other)]
-    return torch.equal(*found)
+    if not torch.equal(*found) or not cache.store.recurrent:
+        return torch.equal(*found)
+    with state.filled(last):
+        pairs = [_states(model, forward, tokens, last) for tokens in (one, other)]
+    alone = _states(model, forward, one[:, :half], last)
+    alike = all(map(torch.equal, *pairs))
+    return alike and all(map(_is_near, pairs[0], alone))
+
+
+def _states(model: Any, forward: Callable[..., Any], tokens: Tensor, last: Tensor) -> list[Tensor]:
+    """What layers keep of tokens."""
+    cache = KVCache(model.config, tokens.shape[1])
+    _logits(model, forward, tokens, last, {cache_name(): cache, "use_cache": True})
+    return cache.store.states()
+
+
+def _is_near(one: Tensor, other: Tensor) -> bool:
+    """Whether the same was computed, of which products of other sizes are rounded otherwise."""
+    one, other = one.float(), other.float()
+    return bool((one - other).norm() <= _ROUNDING * other.norm())

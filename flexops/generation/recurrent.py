@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GenerationError
+from .state import state
 
 try:
     from transformers import cache_utils as _caches
@@ -33,6 +34,30 @@ class StateLayer(Base):
     def lazy_initialization(self, *args: Any, **named: Any) -> None:
         """Make the memory, which steps may write outside of inference mode, too."""
         super().lazy_initialization(*args, **named)
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """transformers' method; of a prompt that is filled up, the steps before its end are
+        kept."""
+        named = {"state_idx": state_idx, "conv_kernel_size": conv_kernel_size}
+        if state.last is None or self.has_previous_state[state_idx]:
+            seen: Tensor = super().update_conv_state(conv_states, **named)
+            return seen
+        if not self.is_conv_states_initialized[state_idx]:
+            self.lazy_initialization(conv_states=conv_states, **named)
+        kept = self.conv_states[state_idx]
+        size = kept.shape[-1]
+        places = torch.arange(1 - size, 1, device=kept.device) + state.last[:, None]
+        index = places.clamp(min=0)[:, None].expand_as(kept)
+        kept.copy_(conv_states.gather(2, index).masked_fill((places < 0)[:, None], 0))
+        self.has_previous_state[state_idx] = True
+        return conv_states
+
+    def said(self, there: bool) -> None:
+        """Whether there are tokens before the next ones."""
+        before: dict[int, bool] = self.has_previous_state
+        before.update(dict.fromkeys(before, there))
 
     def states(self) -> list[Tensor]:
         """Of convolutions and of recurrences, ``[batch, ...]``."""

@@ -57,6 +57,8 @@ class State(threading.local):
         projected: what the projections of an attention made of a tensor, by their ids.
         rotary: cosines and sines by which the next attention rotates query and key.
         queue: what products are recorded in (:mod:`.chain`); None: they compute.
+        last: of a prompt that is filled up at its end, the place of each row's last token, int64
+            ``[batch or 1]`` on the device: layers keep states of these tokens only.
     """
 
     active = False
@@ -66,6 +68,7 @@ class State(threading.local):
     projected: tuple[Tensor, dict[int, Tensor]] | None = None
     rotary: tuple[Tensor, Tensor] | None = None
     queue: Any = None
+    last: Tensor | None = None
 
 
 state = State()
@@ -81,6 +84,24 @@ def step(tables: Tables | None) -> Iterator[None]:
     finally:
         state.active, state.tables = False, None
         state.normed = state.residual = state.projected = state.rotary = state.queue = None
+
+
+@contextlib.contextmanager
+def filled(last: Tensor) -> Iterator[None]:
+    """Inside, layers of this thread compute a prompt with tokens behind it."""
+    state.last = last
+    try:
+        yield
+    finally:
+        state.last = None
+
+
+def behind_the_prompt(length: int) -> Tensor | None:
+    """Which of so many tokens are, bool ``[batch or 1, length]``; None outside of a prompt that is
+    filled up."""
+    if state.last is None:
+        return None
+    return torch.arange(length, device=state.last.device) > state.last[:, None]
 
 
 def tables() -> Tables | None:

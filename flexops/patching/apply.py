@@ -63,8 +63,9 @@ def patch(
             :func:`unpatch`.
         norms: layer and RMS norms.
         residuals: residual additions together with the norm behind them; needs ``norms``.
-        activations: gated feed-forward blocks, gelu or silu with the bias before it, and causal
-            convolutions with their activation (Qwen3-Next, Falcon-H1, Bamba, LFM2).
+        activations: gated feed-forward blocks, gelu or silu with the bias before it, causal
+            convolutions with their activation (Qwen3-Next, Falcon-H1, Bamba, LFM2), and, without
+            gradients, the recurrences of linear attention and Mamba 2 (Qwen 3.5, Granite 4).
         rope: rotary embeddings.
         attention: attention, and the masks for it.
         projections: the linear layers ``q_proj``, ``k_proj`` and ``v_proj`` as one matrix product,

@@ -129,7 +129,7 @@ def rebound(cls: type, kind: str, make: Callable[[Any], dict[str, Any]]) -> Call
         forward: Any = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
         seen = forward.__globals__
         called = {name: seen[name] for name in _names(forward.__code__) if name in seen}
-        ours = _with_names(forward, make(forward))
+        ours = with_names(forward, make(forward))
         made = _in_place(cls.forward, ours)  # type: ignore[attr-defined]
         known = _rebound[key] = forward, called, made
     return known[2]
@@ -160,7 +160,8 @@ def _is_current(cls: Any, forward: Any, called: dict[str, Any]) -> bool:
     )
 
 
-def _with_names(forward: Any, names: dict[str, Any]) -> Callable[..., Any]:
+def with_names(forward: Any, names: dict[str, Any]) -> Callable[..., Any]:
+    """A function that sees these under their names."""
     seen = {**forward.__globals__, **names}
     del seen["__name__"]  # by which torch.compile would look the names up in the module
     made = types.FunctionType(

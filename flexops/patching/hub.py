@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PatchError
-from . import convolution, rope
+from . import recurrence, rope
 from .apply import forward_of
 from .forwards import plain
 
@@ -48,11 +48,27 @@ def _rotation(module: Any) -> Callable[..., Any]:
 
 
 def _whole(module: Any) -> Callable[..., Any]:
-    return convolution.whole(functools.partial(plain, module))
+    return recurrence.convolution(functools.partial(plain, module))
 
 
 def _step(module: Any) -> Callable[..., Any]:
-    return convolution.step(functools.partial(plain, module))
+    return recurrence.convolution_step(functools.partial(plain, module))
+
+
+def _delta_rule(module: Any) -> Callable[..., Any]:
+    return recurrence.delta_rule(functools.partial(plain, module))
+
+
+def _delta_rule_step(module: Any) -> Callable[..., Any]:
+    return recurrence.delta_rule(functools.partial(plain, module), in_place=True)
+
+
+def _mamba2(module: Any) -> Callable[..., Any]:
+    return recurrence.mamba2(functools.partial(plain, module))
+
+
+def _mamba2_step(module: Any) -> Callable[..., Any]:
+    return recurrence.mamba2_step(functools.partial(plain, module))
 
 
 def _experts(module: Any) -> Callable[..., Any]:
@@ -117,6 +133,132 @@ class CausalConv1dUpdate(_Layer):
         return _run(self, _step, hidden_states, conv_state, weight, bias, activation)
 
 
+class ChunkGatedDeltaRule(_Layer):
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        return _run(
+            self,
+            _delta_rule,
+            query,
+            key,
+            value,
+            g,
+            beta,
+            initial_state,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            chunk_size=chunk_size,
+            **kwargs,
+        )
+
+
+class RecurrentGatedDeltaRule(_Layer):
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        return _run(
+            self,
+            _delta_rule_step,
+            query,
+            key,
+            value,
+            g,
+            beta,
+            initial_state,
+            output_final_state,
+            use_qk_l2norm_in_kernel,
+            **kwargs,
+        )
+
+
+class Mamba2ChunkScan(_Layer):
+    def forward(
+        self,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        initial_states: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        return_final_states: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        return _run(
+            self,
+            _mamba2,
+            hidden_states,
+            dt,
+            A,
+            B,
+            C,
+            chunk_size,
+            D,
+            dt_bias,
+            initial_states,
+            dt_softplus=dt_softplus,
+            dt_limit=dt_limit,
+            return_final_states=return_final_states,
+            **kwargs,
+        )
+
+
+class SelectiveStateUpdate(_Layer):
+    def forward(
+        self,
+        state: Tensor,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        z: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        return _run(
+            self,
+            _mamba2_step,
+            state,
+            hidden_states,
+            dt,
+            A,
+            B,
+            C,
+            D,
+            dt_bias,
+            dt_softplus,
+            z,
+            **kwargs,
+        )
+
+
 class MoeMLP(_Layer):
     """A block of router and experts, whose experts run as :func:`flexops.gated_experts` or
     :func:`flexops.grouped_linear`: gpt-oss."""
@@ -132,6 +274,10 @@ LAYERS: dict[str, type[nn.Module]] = {
     "rotary_pos_emb": RotaryPosEmb,
     "causal_conv1d_fn": CausalConv1d,
     "causal_conv1d_update": CausalConv1dUpdate,
+    "chunk_gated_delta_rule": ChunkGatedDeltaRule,
+    "fused_recurrent_gated_delta_rule": RecurrentGatedDeltaRule,
+    "mamba_chunk_scan_combined": Mamba2ChunkScan,
+    "selective_state_update": SelectiveStateUpdate,
     "MegaBlocksMoeMLP": MoeMLP,
 }
 """The names that transformers marks, and what runs in their place."""

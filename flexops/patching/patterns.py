@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..nn import Int4Linear
 from ..nn.linears import is_linear
-from . import convolution, experts, forwards, loss, projections, rope, routers, torch_modules
+from . import experts, forwards, loss, projections, recurrence, rope, routers, torch_modules
 from .probe import (
     CLASSES,
     LENGTH,
@@ -452,11 +452,11 @@ PATTERNS: tuple[Pattern, ...] = (
     ),
     Pattern(
         "activations",
-        "causal_conv1d",
-        convolution.is_called,
-        _only(convolution.swap),
+        "causal_conv1d / gated_delta_rule / mamba2_scan",
+        recurrence.concerns,
+        recurrence.candidates,
         None,
-        convolution.refuse,
+        recurrence.refuse,
     ),
     Pattern(
         "projections",

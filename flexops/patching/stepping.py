@@ -1,5 +1,4 @@
-"""Layers in one decode step: products normalize what they read, and
-add the residual."""
+"""Layers in one decode step: products normalize what they read, and add the residual."""
 
 from __future__ import annotations
 
@@ -10,29 +9,39 @@ from torch import nn
 
 from .._torch import is_unheard
 from ..generation import products
+from ..generation.names import cache_of
 from ..generation.state import state
 from ..nn.linears import FP8, function_of
-from . import forwards, projections, residuals
+from . import delta_net, forwards, projections, residuals
 from .forwards import plain
 from .probe import by, disagreement, once
 
-_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_PARTS = {"mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION, _LINEAR = "self_attn", "linear_attn"
 
 
 def prepare(model: nn.Module) -> None:
     """Have layers of a model compute steps so: a norm, attention, an addition, a norm, a gated
     block, an addition, as the probe of residuals has found (:mod:`.residuals`)."""
     for module in model.modules():
-        if set(module._modules) != _PARTS or module._parameters:
+        mixers = module._modules.keys() - _PARTS
+        if module._parameters or mixers not in ({_ATTENTION}, {_LINEAR}):
             continue
-        sites = [_site(module._modules[name]) for name in ("self_attn", "mlp")]
-        known = all(one is not None and one.skip == 0 and not one.stream for one in sites)
-        after = known and sites[0].norm is module._modules["post_attention_layernorm"]
-        gated = bool(_names(module._modules["mlp"]))
-        known = after and gated and sites[1].owner is module
-        known = known and _only_projects(module._modules["self_attn"])
-        if known and "forward" not in module.__dict__ and _adds_plainly(module):
-            module.__dict__["forward"] = functools.partial(layer, module)
+        (mixer,) = mixers
+        if len(module._modules) == len(_PARTS) + 1 and _computes_so(module, mixer):
+            forward = layer if mixer == _ATTENTION else linear_layer
+            module.__dict__["forward"] = functools.partial(forward, module)
+
+
+def _computes_so(module: Any, mixer: str) -> bool:
+    part = module._modules[mixer]
+    sites = [_site(one) for one in (part, module.mlp)]
+    known = all(one is not None and one.skip == 0 and not one.stream for one in sites)
+    after = known and sites[0].norm is module.post_attention_layernorm
+    gated = bool(_names(module.mlp))
+    known = after and gated and sites[1].owner is module and "forward" not in module.__dict__
+    reads = _only_projects(part) if mixer == _ATTENTION else _function_is(part, delta_net.layer)
+    return known and reads and _adds_plainly(module, mixer)
 
 
 def _only_projects(attention: Any) -> bool:
@@ -42,16 +51,19 @@ def _only_projects(attention: Any) -> bool:
     return all(one.dim() < 2 for part in others for one in part.parameters())
 
 
-def _adds_plainly(module: Any) -> bool:
+def _adds_plainly(module: Any, mixer: str) -> bool:
     """Whether a layer's code computes no more than that (Granite scales what it adds)."""
-    makes = (functools.partial(residuals.miniature, module, (n, 0), "first") for n in (2, 3))
+    given = (2, 3) if mixer == _ATTENTION else (0,)  # tuples so long, or a tensor
+    makes = (functools.partial(residuals.miniature, module, (n, 0), "first") for n in given)
+    words = by(_in_words, mixer=mixer)
     key = "step", residuals.key(module)
-    return once(key, lambda: any(not disagreement(make, by(_in_words)) for make in makes))
+    return once(key, lambda: any(not disagreement(make, words) for make in makes))
 
 
-def _in_words(module: Any, x: Any, *_: Any, **kwargs: Any) -> Any:
+def _in_words(module: Any, x: Any, *_: Any, mixer: str, **kwargs: Any) -> Any:
     """What a step of a layer computes."""
-    x = x + module.self_attn(hidden_states=module.input_layernorm(x), **kwargs)[0]
+    out = module._modules[mixer](hidden_states=module.input_layernorm(x), **kwargs)
+    x = x + (out[0] if mixer == _ATTENTION else out)
     return x + module.mlp(module.post_attention_layernorm(x))
 
 
@@ -64,7 +76,7 @@ def layer(module: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     """A layer: its own code but in a step."""
     if not state.active or args:
         return plain(module, hidden_states, *args, **kwargs)
-    x, attention, block = hidden_states, module.self_attn, module.mlp
+    x, attention = hidden_states, module.self_attn
     linears = [getattr(attention, name, None) for name in projections.NAMES]
     known = _runs(attention, "rebinding") and all(_runs(one, "projection") for one in linears)
     known = known and products.takes(x, *linears)
@@ -72,6 +84,25 @@ def layer(module: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     normed = products.without_norm(x, module.input_layernorm, known)
     with products.leaving(x, ends) as add:
         x = add(_inner(attention)(hidden_states=normed, **kwargs)[0])
+    return _with_block(module, x)
+
+
+def linear_layer(module: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same of linear attention."""
+    x, mixer = hidden_states, module.linear_attn
+    known = state.active and not args and _function_is(mixer, delta_net.layer)
+    cache, mask = cache_of(kwargs), kwargs.get("attention_mask")
+    if not known or not delta_net.takes(mixer, x, cache, mask):
+        return plain(module, hidden_states, *args, **kwargs)
+    normed = products.without_norm(x, module.input_layernorm, True)
+    with products.leaving(x, True) as add:
+        x = add(delta_net.step(mixer, normed, cache))
+    return _with_block(module, x)
+
+
+def _with_block(module: Any, x: Any) -> Any:
+    """The second half of a layer: a norm, a gated block and the addition."""
+    block = module.mlp
     parts = [getattr(block, name) for name in _names(block)]
     gated = bool(parts) and products.takes(x, *parts[:2])
     normed = products.without_norm(x, module.post_attention_layernorm, gated)
@@ -89,6 +120,11 @@ def _function(module: Any) -> Any:
     if isinstance(ours, functools.partial) and ours.func.__name__ == FP8:
         ours = ours.keywords["step"]
     return ours if isinstance(ours, functools.partial) and is_unheard(module) else None
+
+
+def _function_is(module: Any, function: Any) -> bool:
+    ours = _function(module)
+    return ours is not None and ours.func is function
 
 
 def _runs(module: Any, name: str) -> bool:

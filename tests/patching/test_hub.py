@@ -8,7 +8,7 @@ from typing import Any
 
 import kernels
 import pytest
-import test_convolution
+import test_recurrence
 import tiny
 import torch
 import transformers
@@ -17,6 +17,7 @@ from test_apply import distance, results
 from torch import nn
 
 import flexops
+from flexops.ops import state_scan
 from flexops.patching import hub
 
 UNSUPPORTED = {
@@ -26,9 +27,8 @@ UNSUPPORTED = {
     ),
     **dict.fromkeys(
         (
-            "Qwen3_5GatedDeltaNet", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule",
-            "chunk_kda", "fused_recurrent_kda", "mamba_chunk_scan_combined", "mamba_inner_fn",
-            "mamba_split_conv1d_scan_combined", "selective_scan_fn", "selective_state_update",
+            "Qwen3_5GatedDeltaNet", "chunk_kda", "fused_recurrent_kda", "mamba_inner_fn",
+            "mamba_split_conv1d_scan_combined", "selective_scan_fn",
             "MultiScaleDeformableAttention", "EsmFold2TriangleMultiplication",
         ),
         "flexops has no such operator",
@@ -42,9 +42,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def made(name: str) -> tuple[Any, dict[str, Any]]:
-    if name in test_convolution.MODELS:
+    if name in test_recurrence.MODELS:
         torch.manual_seed(0)
-        model = zoo.shaken(test_convolution.MODELS[name]())
+        model = zoo.shaken(test_recurrence.MODELS[name]())
         tokens = torch.arange(24).view(2, 12) * 7 % model.config.vocab_size
         return model, {"input_ids": tokens, "labels": tokens}
     if name in OF_ZOO:
@@ -57,7 +57,7 @@ def made(name: str) -> tuple[Any, dict[str, Any]]:
     ("name", "mode", "expected_layers"),
     [
         ("llama", "INFERENCE", "RMSNorm RotaryPosEmb"),
-        ("qwen3_next", "TRAINING", "CausalConv1d RMSNormGated"),
+        ("qwen3_next", "TRAINING", "CausalConv1d ChunkGatedDeltaRule RMSNormGated"),
         *(
             pytest.param(*case, marks=pytest.mark.extra)
             for case in (
@@ -66,7 +66,7 @@ def made(name: str) -> tuple[Any, dict[str, Any]]:
                 ("glm4", "TRAINING", "RMSNorm"),
                 ("gpt_oss", "TRAINING", "MoeMLP RMSNorm RotaryPosEmb"),
                 ("qwen3_5_text", "TRAINING", "CausalConv1d RMSNormGated RMSNormZeroCentered"),
-                ("falcon_h1", "TRAINING", "CausalConv1d RMSNorm RotaryPosEmb"),
+                ("falcon_h1", "TRAINING", "CausalConv1d Mamba2ChunkScan RMSNorm RotaryPosEmb"),
                 ("lfm2", "INFERENCE", "CausalConv1d RMSNorm RotaryPosEmb"),
             )
         ),
@@ -99,6 +99,30 @@ def test_kernelize_takes_our_mapping(name, mode, expected_layers, monkeypatch):
         differences = distance(results(model, inputs), expected)
     assert max(differences.values()) < 2e-5, differences
     assert set(expected_layers.split()) <= ran, ran
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
+def test_recurrences_run_where_no_gradient_is_needed(name, monkeypatch):
+    """Prompts, and steps, which write the cache's state."""
+    model, inputs = made(name)
+    ids = inputs["input_ids"]
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = model.eval().generate(ids, **options)
+    monkeypatch.setattr(hub, "_FOUND", f"_{name}_recurrences")
+    calls = set()
+    for function in test_recurrence.DELTA_RULE | test_recurrence.MAMBA2:
+        original = getattr(state_scan, function)
+        monkeypatch.setattr(
+            state_scan,
+            function,
+            lambda *a, of=function, run=original, **k: calls.add(of) or run(*a, **k),
+        )
+    mapping: Any = flexops.patching.kernel_mapping()
+    with kernels.use_kernel_mapping(mapping, inherit_mapping=False):
+        model = kernels.kernelize(model, mode=kernels.Mode.INFERENCE, device="cpu")
+        found = model.generate(ids, **options)
+    assert torch.equal(found, expected)
+    assert calls == test_recurrence.CALLED[name] - test_recurrence.CONVOLUTION
 
 
 @pytest.mark.extra
