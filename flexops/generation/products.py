@@ -125,12 +125,23 @@ def product(
         phase = few_rows_chain.Phase(out, x, weights, biases, norm, residual, number)
         made: Tensor = state.queue.add(phase, (eps, offset))
         return made
-    compute = (
-        few_rows.few_rows_linear
-        if x.dtype in _HALVES and x.device.type == "cuda"
-        else few_rows.composed
-    )
-    return compute(
+    return _compute_of(x)(
         x, weights, biases, norm=norm, eps=eps, offset=offset, activation=kind,
         residual=residual, early=True,
     )  # fmt: skip
+
+
+def gated_halves(x: Tensor, linear: Any, activation: str, gate_first: bool) -> Tensor | None:
+    """The gated product of the halves of one layer; None where it is not this one's."""
+    if not (takes(x, linear) and _is_plain(x, linear)) or linear.weight.shape[0] % 2:
+        return None
+    order = slice(None, None, 1 if gate_first else -1)
+    weights, biases = (
+        [] if one is None else one.chunk(2)[order] for one in (linear.weight, linear.bias)
+    )
+    return _compute_of(x)(x, weights, biases, activation=_ACTIVATIONS[activation], early=True)
+
+
+def _compute_of(x: Tensor) -> Callable[..., Tensor]:
+    on_gpu = x.dtype in _HALVES and x.device.type == "cuda"
+    return few_rows.few_rows_linear if on_gpu else few_rows.composed

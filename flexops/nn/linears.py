@@ -49,7 +49,7 @@ def is_linear(module: Any, names: tuple[str, ...] = LINEARS) -> bool:
 
 REPLACED = "its forward was replaced before, by something else"
 """Why a module is skipped."""
-NAMES = ("projection", "output")
+NAMES = ("projection", "output", "alone")
 """Of the functions that a plain linear layer's forward is replaced by (``projections.py``)."""
 FP8 = "fp8_forward"
 """The function that takes their place in fp8 (``fp8.py``)."""

@@ -464,6 +464,10 @@ def _gated(x: Tensor, parts: list[Any], kind: str, drop: Any) -> Any:
 
 def _packed(x: Tensor, parts: list[Any], kind: str, drop: Any, gate_first: bool = True) -> Any:
     """The same with gate and up in one product, of that layer and down."""
+    inner = products.gated_halves(x, parts[0], kind, gate_first) if state.active else None
+    if inner is not None:
+        last = parts[1]
+        return products.product(inner, (last,)) if products.takes(inner, last) else last(inner)
     both = parts[0](x)
     if both.dtype not in _DTYPES or type(both) is not Tensor:
         return NotImplemented

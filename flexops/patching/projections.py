@@ -48,6 +48,13 @@ def output(module: Any, x: Tensor) -> Any:
     return plain(module, x)
 
 
+def alone(module: Any, x: Tensor) -> Any:
+    """Any other linear layer of a model that generates."""
+    if state.active and not torch.compiler.is_compiling() and products.takes(x, module):
+        return products.product(x, (module,))
+    return plain(module, x)
+
+
 def swap(module: Any) -> Swap:
     linears = tuple(getattr(module, name) for name in NAMES)
     found: Swap = [(one, functools.partial(projection, one, siblings=linears)) for one in linears]

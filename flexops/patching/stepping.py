@@ -1,4 +1,5 @@
-"""Layers in one decode step: products normalize what they read, and add the residual."""
+"""Layers in one decode step: products normalize what they read, and add the residual; linear
+layers that no other replacement computes are products of few rows."""
 
 from __future__ import annotations
 
@@ -11,18 +12,23 @@ from .._torch import is_unheard
 from ..generation import products
 from ..generation.names import cache_of
 from ..generation.state import state
+from ..nn import Int4Linear
 from ..nn.linears import FP8, function_of
 from . import delta_net, forwards, projections, residuals
 from .forwards import plain
+from .generation import decoder_of
 from .probe import by, disagreement, once
 
 _PARTS = {"mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION, _LINEAR = "self_attn", "linear_attn"
+_READERS = (forwards.block, delta_net.layer)
+"""What reads the weights of its linear layers itself."""
 
 
 def prepare(model: nn.Module) -> None:
     """Have layers of a model compute steps so: a norm, attention, an addition, a norm, a gated
-    block, an addition, as the probe of residuals has found (:mod:`.residuals`)."""
+    block, an addition, as the probe of residuals has found (:mod:`.residuals`). Other linear layers
+    compute their products."""
     for module in model.modules():
         mixers = module._modules.keys() - _PARTS
         if module._parameters or mixers not in ({_ATTENTION}, {_LINEAR}):
@@ -31,6 +37,12 @@ def prepare(model: nn.Module) -> None:
         if len(module._modules) == len(_PARTS) + 1 and _computes_so(module, mixer):
             forward = layer if mixer == _ATTENTION else linear_layer
             module.__dict__["forward"] = functools.partial(forward, module)
+    for module in decoder_of(model).modules():
+        ours = forwards.below_added(module)
+        reads = isinstance(ours, functools.partial) and ours.func in _READERS
+        for one in () if reads else module._modules.values():
+            if type(one) in (nn.Linear, Int4Linear) and "forward" not in one.__dict__:
+                one.__dict__["forward"] = functools.partial(projections.alone, one)
 
 
 def _computes_so(module: Any, mixer: str) -> bool:

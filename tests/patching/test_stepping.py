@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import zoo
 from torch import nn
 
 import flexops
+from flexops.generation import products
 
 
 def _doubled(_: nn.Module, __: Any, y: Any) -> Any:
@@ -73,3 +75,34 @@ def test_a_layer_that_scales_what_it_adds_does_so_in_a_step():
     assert {"self_attn", "mlp"} < set(model.model.layers[0]._modules)
     found, wanted = tokens(model)
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "gpt_neox", "granitemoehybrid", "lfm2"])
+def test_every_linear_layer_is_a_product_of_few_rows_in_a_step(name, monkeypatch):
+    """Packed ones, too; the plain block of GPT-NeoX reads its weights itself."""
+    model = tiny.model(name) if name in ("llama", "phi3") else zoo.tiny(name)
+    seen = set()
+    composed = products.few_rows.composed
+
+    def watch(x: torch.Tensor, weights: Any, *rest: Any, **named: Any) -> torch.Tensor:
+        seen.update(one.data_ptr() for one in weights)
+        return composed(x, weights, *rest, **named)
+
+    monkeypatch.setattr(products.few_rows, "composed", watch)
+    found, wanted = tokens(model.eval())
+    assert torch.equal(found, wanted)
+    linears = [one for one in model.base_model.modules() if isinstance(one, nn.Linear)]
+    known = [one for one in linears if one.weight.data_ptr() in seen]
+    others = [one for one in linears if one.weight.data_ptr() not in seen]
+    assert known
+    assert bool(others) is (name == "gpt_neox")
+
+
+def test_linear_layers_are_given_back():
+    model = tiny.model("phi3").eval()
+    flexops.patch(model)
+    linears = [one for one in model.modules() if isinstance(one, nn.Linear)]
+    assert any("forward" in one.__dict__ for one in linears)
+    flexops.patch(model, generation=False)
+    flexops.unpatch(model)
+    assert not any("forward" in one.__dict__ for one in linears)
