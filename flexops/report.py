@@ -33,7 +33,7 @@ FAMILIES = {
     ),
     "route_tokens": ("experts",),
     "causal_conv1d": ("causal_conv1d",),
-    **dict.fromkeys(("gated_delta_rule", "mamba2_scan"), ("state_scan",)),
+    **dict.fromkeys(("gated_delta_rule", "mamba2_scan"), ("state_scan", "state_chunks")),
     "fp8_linear": ("fp8_linear", "activation"),
 }
 """What has the kernels of the operators that rows name."""

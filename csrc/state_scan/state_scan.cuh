@@ -13,14 +13,13 @@
 #include "common/async.cuh"
 #include "common/elements.cuh"
 #include "common/reduce.cuh"
-#include "state_scan/state_scan_kinds.h"
+#include "state_scan/state_scan_gates.cuh"
 
 namespace flexops::state_scan {
 
 inline constexpr int kThreads = 128, kLanes = 8;
 inline constexpr int kSets =
     kThreads / kLanes;  // of columns, in a block; or of steps that it loads
-inline constexpr float kNormEpsilon = 1e-6f;
 
 struct Params {
   StateScan scan;
@@ -28,32 +27,14 @@ struct Params {
   bool early;  // few blocks, of one step: the kernel starts before the one ahead has ended
 };
 
-FLEXOPS_DEVICE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
-
-FLEXOPS_DEVICE float read_gate(const ScanGate& gate, i64 batch, i64 step, i64 head) {
-  return load_any(gate.data,
-                  batch * gate.strides.batch + step * gate.strides.step + head * gate.strides.head,
-                  gate.type);
-}
-
 /// What a step needs beside q, k and v.
 struct Gates {
   float decay, rate, products;  // products: q k
 };
 
 FLEXOPS_DEVICE Gates read_gates(const StateScan& s, i64 batch, i64 step, i64 head) {
-  const float rate = read_gate(s.rate, batch, step, head);
-  if (s.gates == kGatesGiven) return {expf(read_gate(s.decay, batch, step, head)), rate, 0.0f};
-  const float a = read_gate(s.a, 0, 0, head),
-              bias = s.bias.data ? read_gate(s.bias, 0, 0, head) : 0.0f;
-  if (s.gates == kGatesSoftplus) {
-    const float length = softplus(rate + bias), kept = length < s.low    ? s.low
-                                                       : length > s.high ? s.high
-                                                                         : length;
-    return {expf(a * kept), kept, 0.0f};
-  }
-  const float decay = softplus(read_gate(s.decay, batch, step, head) + bias);
-  return {expf(-expf(a) * decay), s.high / (1.0f + expf(-rate)), 0.0f};
+  const Gate gate = gate_of(s, batch, step, head);
+  return {expf(gate.logarithm), gate.rate, 0.0f};
 }
 
 /// A thread's part of a state: rows 32 piece + 4 lane + 0 to 3 of `C` columns.

@@ -23,7 +23,7 @@ from ._multi_tensor import increment_versions
 from ._register import caller
 from ._self_check import Make, checking
 
-_TAPS = 4
+MOST_TAPS = 4
 
 
 @overload
@@ -79,8 +79,10 @@ def causal_conv1d(
     where = "flexops.causal_conv1d:"
     silu = _check(where, x, weight, bias, activation)
     width = weight.shape[1]
-    if width > _TAPS:
-        raise ValueError(f"{where} weight must have 1 to {_TAPS} taps, got shape {_shape(weight)}")
+    if width > MOST_TAPS:
+        raise ValueError(
+            f"{where} weight must have 1 to {MOST_TAPS} taps, got shape {_shape(weight)}"
+        )
     rows, before = x.transpose(1, 2), 0
     if initial_states is not None:
         check_tensor(where[:-1], "initial_states", initial_states, ANY_FLOAT)
@@ -90,7 +92,7 @@ def causal_conv1d(
         before = width - 1
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     taps = weight.t().to(dtype, memory_format=torch.contiguous_format)  # one kernel
-    taps = (taps if width == _TAPS else F.pad(taps, (0, 0, _TAPS - width, 0))).contiguous()
+    taps = (taps if width == MOST_TAPS else F.pad(taps, (0, 0, MOST_TAPS - width, 0))).contiguous()
     offset = None if bias is None else wide(bias)
     out: Tensor = _CALL(rows, taps, offset, silu)[:, before:].transpose(1, 2)
     if not return_final_states:
@@ -169,9 +171,9 @@ def _shape(tensor: Tensor) -> list[int]:
 
 def _filtered(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x`` is wide."""
-    padded = F.pad(x, (0, 0, _TAPS - 1, 0))
+    padded = F.pad(x, (0, 0, MOST_TAPS - 1, 0))
     length = x.shape[1]
-    out = sum(padded[:, k : k + length] * weight[k] for k in range(_TAPS))
+    out = sum(padded[:, k : k + length] * weight[k] for k in range(MOST_TAPS))
     assert isinstance(out, Tensor)
     return out if bias is None else out + bias
 
@@ -191,10 +193,10 @@ def _backward_reference(
         sigmoid = torch.sigmoid(y)
         inner = inner * (sigmoid * (1 + y * (1 - sigmoid)))
     length = x.shape[1]
-    behind = F.pad(inner, (0, 0, 0, _TAPS - 1))
-    of_x = sum(behind[:, _TAPS - 1 - k :][:, :length] * weight[k] for k in range(_TAPS))
-    before = F.pad(values, (0, 0, _TAPS - 1, 0))
-    sums = [(before[:, k : k + length] * inner).sum((0, 1)) for k in range(_TAPS)]
+    behind = F.pad(inner, (0, 0, 0, MOST_TAPS - 1))
+    of_x = sum(behind[:, MOST_TAPS - 1 - k :][:, :length] * weight[k] for k in range(MOST_TAPS))
+    before = F.pad(values, (0, 0, MOST_TAPS - 1, 0))
+    sums = [(before[:, k : k + length] * inner).sum((0, 1)) for k in range(MOST_TAPS)]
     assert isinstance(of_x, Tensor)
     return of_x.to(x.dtype).contiguous(), torch.stack([*sums, inner.sum((0, 1))])
 
@@ -220,7 +222,7 @@ def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[T
         bias,
         ctx.silu,  # type: ignore[attr-defined]
     )
-    return of_x, sums[:_TAPS], None if bias is None else sums[_TAPS]
+    return of_x, sums[:MOST_TAPS], None if bias is None else sums[MOST_TAPS]
 
 
 define("causal_conv1d", _reference, saves=("x", "weight", "bias"), backward=_backward)

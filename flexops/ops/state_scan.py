@@ -26,14 +26,9 @@ from ._declared import define
 from ._multi_tensor import increment_versions
 from ._register import caller, is_tracing, no_forward_mode
 from ._self_check import Make, checking
+from .state_chunks import CHUNKS, DELTA, GIVEN, SOFTPLUS, is_chunked, reference, scanned
 
-_GIVEN, _SOFTPLUS, _DELTA = range(3)
-"""How decays and rates are said: kGatesGiven ... of csrc/state_scan."""
-_CHUNK = 64
 _MOST_ROWS, _VECTOR = 256, 8
-_LEAST_LOGARITHM = -200.0
-"""Of a decay: its exponential is 0 in float32, and differences of sums stay numbers."""
-_EPSILON = 1e-6
 _STATES = (torch.float32, torch.float64)
 
 
@@ -82,9 +77,9 @@ def gated_delta_rule(
         check_device(where, "initial_state", initial_state, "v", v)
         check_shape(where, "initial_state", initial_state, shape)
     arguments = (q, k, v, g, beta, None, None, None)
-    said = (_GIVEN, True, bool(use_qk_l2norm_in_kernel), factor, 0.0, math.inf)
+    said = (GIVEN, True, bool(use_qk_l2norm_in_kernel), factor, 0.0, math.inf)
     if _differentiates(where, *arguments, initial_state):
-        out, final = _scanned(initial_state, *arguments, *said)
+        out, final = scanned(initial_state, *arguments, *said)
         return out, final if output_final_state else None
     state = _state(initial_state, shape, v)
     out = _run(state, *arguments, *said)
@@ -120,7 +115,7 @@ def gated_delta_rule_update(
     shape, factor = _check(where, q, k, v, g, beta, scale)
     check_device(where, "state", state, "v", v)
     check_shape(where, "state", state, shape)
-    said = (_GIVEN, True, bool(use_qk_l2norm_in_kernel), factor, 0.0, math.inf)
+    said = (GIVEN, True, bool(use_qk_l2norm_in_kernel), factor, 0.0, math.inf)
     with torch.no_grad():
         out = _run(state, q, k, v, g, beta, None, None, None, *said)
     increment_versions([state])
@@ -179,7 +174,7 @@ def mamba2_scan(
     arguments = _of_mamba2(x, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit)
     if _differentiates(where, *arguments, initial_states):
         before = None if initial_states is None else initial_states.mT
-        out, final = _scanned(before, *arguments)
+        out, final = scanned(before, *arguments)
         return (out, final.mT) if return_final_states else out
     state = _state(initial_states, shape, x)
     out = _run(state.mT, *arguments)
@@ -263,10 +258,10 @@ def _of_mamba2(
     """The operator's arguments behind the state."""
     low, high = map(float, limit)
     if softplus:
-        return (c, b, x, None, dt, a, bias, d, _SOFTPLUS, False, False, 1.0, low, high)
+        return (c, b, x, None, dt, a, bias, d, SOFTPLUS, False, False, 1.0, low, high)
     rate = wide(dt) if bias is None else wide(dt) + bias
     rate = rate.clamp(low, high)
-    return (c, b, x, a * rate, rate, None, None, d, _GIVEN, False, False, 1.0, low, high)
+    return (c, b, x, a * rate, rate, None, None, d, GIVEN, False, False, 1.0, low, high)
 
 
 def _state(initial: Tensor | None, shape: list[int], like: Tensor) -> Tensor:
@@ -301,7 +296,7 @@ def _check_heads(
     return batch, heads
 
 
-def delta_step(
+def delta_steps(
     state: Tensor,
     q: Tensor,
     k: Tensor,
@@ -315,7 +310,7 @@ def delta_step(
     them: ``g = -exp(a_log) * softplus(a + dt_bias)`` and ``beta = sigmoid(b)``. It checks
     nothing."""
     return _run(
-        state, q, k, v, a, b, a_log, dt_bias, None, _DELTA, True, True, q.shape[-1] ** -0.5,
+        state, q, k, v, a, b, a_log, dt_bias, None, DELTA, True, True, q.shape[-1] ** -0.5,
         0.0, 1.0,
     )  # fmt: skip
 
@@ -347,18 +342,19 @@ def _differentiates(where: str, *arguments: Any) -> bool:
     return torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
 
 
-def has_kernels(k: Tensor, v: Tensor) -> bool:
-    """Whether kernels compute with heads of so many columns."""
-    rows, columns = k.shape[-1], v.shape[-1]
-    return rows <= _MOST_ROWS and not (v.is_cuda and (rows % _VECTOR or columns % _VECTOR))
+def has_kernels(rows: int, columns: int, is_cuda: bool) -> bool:
+    """Whether kernels compute with states of so many rows and columns."""
+    return rows <= _MOST_ROWS and not (is_cuda and (rows % _VECTOR or columns % _VECTOR))
 
 
 def _run(state: Tensor, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
-    if not has_kernels(k, v):
-        return _reference(state, q, k, v, *arguments)
+    if not has_kernels(k.shape[-1], v.shape[-1], v.is_cuda):
+        return reference(state, q, k, v, *arguments)
     lies_well = is_tracing() or not state.is_cuda or _lies_well(state)
     kept = state if lies_well else state.clone(memory_format=torch.contiguous_format)
-    out: Tensor = _CALL(kept, q, k, v, *arguments)
+    delta = arguments[6]  # behind decay, rate, a, bias, skip and gates
+    call = CHUNKS if is_chunked(q.shape[3], v, delta) else _CALL
+    out: Tensor = call(kept, q, k, v, *arguments)
     if kept is not state:
         state.copy_(kept)
     return out
@@ -370,92 +366,7 @@ def _lies_well(state: Tensor) -> bool:
     return whole and state.data_ptr() % 16 == 0
 
 
-# ---- the reference ----
-
-
-def _gates(
-    decay: Tensor | None,
-    rate: Tensor,
-    a: Tensor | None,
-    bias: Tensor | None,
-    gates: int,
-    low: float,
-    high: float,
-) -> tuple[Tensor, Tensor]:
-    """Logarithms of decays, and rates, wide: ``[batch, length, heads]``."""
-    rate = wide(rate)
-    if gates == _GIVEN:
-        assert decay is not None
-        return wide(decay), rate
-    assert a is not None
-    offset = 0.0 if bias is None else wide(bias)
-    if gates == _SOFTPLUS:
-        rate = torch.nn.functional.softplus(rate + offset).clamp(low, high)
-        return wide(a) * rate, rate
-    assert decay is not None
-    decay = torch.nn.functional.softplus(wide(decay) + offset)
-    return -wide(a).exp() * decay, high * rate.sigmoid()
-
-
-def _scanned(
-    state: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor | None,
-    rate: Tensor,
-    a: Tensor | None,
-    bias: Tensor | None,
-    skip: Tensor | None,
-    gates: int,
-    delta: bool,
-    normalize: bool,
-    scale: float,
-    low: float,
-    high: float,
-) -> tuple[Tensor, Tensor]:
-    """The results and the last state. Steps are computed by chunks: within one, the changes ``u``
-    of the delta rule solve a triangular system (section 3 of the paper)."""
-    logarithms, rates = _gates(decay, rate, a, bias, gates, low, high)
-    logarithms = logarithms.clamp(min=_LEAST_LOGARITHM)
-    heads, dtype = v.shape[2], v.dtype
-    q, k, v = (wide(one).transpose(1, 2) for one in (q, k, v))
-    logarithms, rates = logarithms.transpose(1, 2), rates.transpose(1, 2)
-    if normalize:
-        q, k = (one * (one.square().sum(-1, True) + _EPSILON).rsqrt() for one in (q, k))
-    q, k = (one.repeat_interleave(heads // one.shape[1], 1) for one in (q * scale, k))
-    if state is None:
-        state = v.new_zeros(*v.shape[:2], q.shape[3], v.shape[3])
-    now = state.to(v.dtype)
-    results = []
-    for at in range(0, v.shape[2], _CHUNK):
-        part = slice(at, at + _CHUNK)
-        of_q, of_k, of_v, rates_now = (one[:, :, part] for one in (q, k, v, rates))
-        sums = logarithms[:, :, part].cumsum(-1)
-        between = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).tril().exp().tril()
-        before = sums.exp().unsqueeze(-1)
-        if delta:
-            system = (rates_now.unsqueeze(-1) * (of_k @ of_k.mT) * between).tril(-1)
-            wanted = rates_now.unsqueeze(-1) * (of_v - before * (of_k @ now))
-            change = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-        else:
-            change = rates_now.unsqueeze(-1) * of_v
-        results.append(before * (of_q @ now) + ((of_q @ of_k.mT) * between) @ change)
-        left = (sums[:, :, -1:] - sums).exp().unsqueeze(-1)
-        now = before[:, :, -1:] * now + (left * of_k).mT @ change
-    out = torch.cat(results, 2) if results else v
-    if skip is not None:
-        out = out + wide(skip)[:, None, None] * v
-    return out.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format), now
-
-
-def _reference(state: Tensor, *arguments: Any) -> Tensor:
-    out, final = _scanned(state, *arguments)
-    state.copy_(final)
-    return out
-
-
-define("state_scan_", _reference, function="gated_delta_rule")
+define("state_scan_", reference, function="gated_delta_rule")
 _CALL = caller(torch.ops.flexops.state_scan_.default)
 
 
@@ -464,15 +375,15 @@ def self_check(make: Make) -> Any:
     """Two steps of heads that share q and k, and a longer sequence without the delta rule."""
     results = []
     for length, delta, gates in (
-        (2, True, _GIVEN),
-        (37, False, _SOFTPLUS),
-        (20, True, _DELTA),
+        (2, True, GIVEN),
+        (37, False, SOFTPLUS),
+        (20, True, DELTA),
     ):
         state = make(2, 4, 16, 24, dtype=torch.float32)
         q, k = make(2, length, 2, 16), make(2, length, 2, 16)
         v, rate = make(2, length, 4, 24), make.uniform(2, length, 4)
-        decay = None if gates == _SOFTPLUS else -make.uniform(2, length, 4)
-        a, bias = (None, None) if gates == _GIVEN else (-make.uniform(4), make(4))
+        decay = None if gates == SOFTPLUS else -make.uniform(2, length, 4)
+        a, bias = (None, None) if gates == GIVEN else (-make.uniform(4), make(4))
         said = (gates, delta, delta, 0.25, 0.0, 1.0)
         out = _CALL(state, q, k, v, decay, rate, a, bias, make(4), *said)
         results += [out, state]

@@ -19,16 +19,13 @@ from torch import Tensor, nn
 from ..generation.state import behind_the_prompt
 from ..nn.linears import DTYPES
 from ..ops import state_scan
-from ..ops.causal_conv1d import causal_conv1d
+from ..ops.causal_conv1d import MOST_TAPS, causal_conv1d
 from ..ops.causal_conv1d import causal_conv1d_update as update
+from ..ops.state_chunks import is_chunked
 from . import delta_net
 from .forwards import rebind
 from .probe import Swap, difference, own_class
 
-_MOST_TAPS = 4
-_LONG = 1024
-"""Steps of a sequence from which on other packages' kernels, which compute chunks on tensor cores,
-take less time."""
 Function = Callable[..., Any]
 
 
@@ -63,7 +60,7 @@ def _is_supported(x: Tensor, weight: Tensor, activation: str | None) -> bool:
     return (
         x.dtype in DTYPES
         and weight.dtype in DTYPES
-        and weight.shape[-1] <= _MOST_TAPS
+        and weight.shape[-1] <= MOST_TAPS
         and activation in (None, "silu", "swish")
     )
 
@@ -111,9 +108,14 @@ def _scans(rows: Tensor, values: Tensor, *others: Any) -> bool:
     return (
         rows.dtype == values.dtype
         and values.dtype in DTYPES
-        and state_scan.has_kernels(rows, values)
+        and state_scan.has_kernels(rows.shape[-1], values.shape[-1], values.is_cuda)
         and not _needs_gradient(rows, values, *others)
     )
+
+
+def _leaves_to(package: str, rows: Tensor, values: Tensor, delta: bool) -> bool:
+    chunked = is_chunked(rows.shape[-1], values, delta)
+    return values.shape[1] > delta_net.LONG and not chunked and _is_there(package)
 
 
 def _of_the_prompt(gate: Tensor, none: float) -> Tensor:
@@ -121,6 +123,20 @@ def _of_the_prompt(gate: Tensor, none: float) -> Tensor:
     state."""
     behind = behind_the_prompt(gate.shape[1])
     return gate if behind is None else gate.masked_fill(behind[..., None], none)
+
+
+def _rates_of_the_prompt(
+    dt: Tensor, bias: Tensor | None, named: dict[str, Any]
+) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+    """The same of Mamba 2's rates: what stands in the place of ``dt``, ``dt_bias`` and the other
+    arguments."""
+    softplus, (low, high) = named.get("dt_softplus"), named.get("dt_limit", (0.0, math.inf))
+    if low <= 0:
+        return _of_the_prompt(dt, -math.inf if softplus else 0.0), bias, named
+    rates = dt.float() if bias is None else dt.float() + bias
+    rates = torch.nn.functional.softplus(rates) if softplus else rates
+    named = named | {"dt_softplus": False, "dt_limit": (0.0, math.inf)}
+    return _of_the_prompt(rates.clamp(low, high), 0.0), None, named
 
 
 def delta_rule(original: Function, *, in_place: bool = False) -> Function:
@@ -142,7 +158,7 @@ def delta_rule(original: Function, *, in_place: bool = False) -> Function:
         arguments = query, key, value, g, beta
         normalize: Any = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
         other = any(kwargs.get(name) is not None for name in ("cu_seqlens", "scale"))
-        other = other or (query.shape[1] > _LONG and _is_there("fla"))
+        other = other or _leaves_to("fla", query, value, delta=True)
         if other or not _scans(query, value, key, g, beta, initial_state):
             named = {"initial_state": initial_state, "output_final_state": output_final_state}
             return original(query, key, value, g=g, beta=beta, **named, **normalize, **kwargs)
@@ -178,10 +194,11 @@ def mamba2(original: Function) -> Function:
         initial_states: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
+        if behind_the_prompt(dt.shape[1]) is not None:
+            dt, dt_bias, kwargs = _rates_of_the_prompt(dt, dt_bias, kwargs)
         tensors = _given(D=D, dt_bias=dt_bias, initial_states=initial_states)
-        dt = _of_the_prompt(dt, -math.inf if kwargs.get("dt_softplus") else 0.0)
         other = any(kwargs.get(name) is not None for name in ("z", "seq_idx"))
-        other = other or (dt.shape[1] > _LONG and _is_there("mamba_ssm"))
+        other = other or _leaves_to("mamba_ssm", C, hidden_states, delta=False)
         if other or not _scans(C, hidden_states, B, dt, A, *tensors.values()):
             return original(hidden_states, dt, A, B, C, chunk_size, **tensors, **kwargs)
         options = ("dt_softplus", "dt_limit", "return_final_states")
@@ -423,7 +440,7 @@ def _references(code: Any) -> dict[str, Any]:
 
 def _swap(module: Any) -> Swap:
     ((_, forward),) = rebind(module, "recurrence", _replaced)
-    if delta_net.steps(module, _references):
+    if delta_net.fits(module, _references):
         forward = functools.partial(delta_net.layer, module, **forward.keywords)
     return [(module, forward)]
 

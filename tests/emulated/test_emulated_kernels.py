@@ -160,6 +160,8 @@ PARTS = {
         ("gpu/test_kvcache_attention_gpu.py", "small_cases and (several_tokens or a_token)", 2),
     "recurrences whose state is a matrix":
         ("gpu/test_state_scan_gpu.py", "float64s and (1x1x2x8x8-2- or 64x72-17) and bfloat16", 4),
+    "recurrences by chunks":
+        ("gpu/test_state_scan_gpu.py", "chunks and 1x2x4x64x72-200", 5),
     "the choice of tokens":
         ("ops/test_next_token.py", "cpu and not (600 or 128256 or torch.float16)", 27),
 }  # fmt: skip
@@ -285,6 +287,15 @@ def test_gradients_of_attention_in_99_kilobytes_of_shared_memory(machine):
         "-k",
         "any_head_dim and (192 or 256) and not reference and not dtype0",
         STAND_IN_GPUS="86",
+    )
+
+
+@pytest.mark.slow
+def test_chunks_of_recurrences_in_99_kilobytes_of_shared_memory(machine):
+    """The next chunk is copied when this one has been computed."""
+    selection = "chunks and 200 and not many_states"
+    assert emulated(
+        machine, "tests/gpu/test_state_scan_gpu.py", "-k", selection, STAND_IN_GPUS="86"
     )
 
 

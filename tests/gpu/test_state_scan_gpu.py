@@ -1,16 +1,19 @@
 """Recurrences whose state is a matrix, on a GPU: the kernels against the formulas in float64, with
-states that lie by rows and by columns."""
+states that lie by rows and by columns, one step after another and by chunks."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 from state_scan_cases import draw, expected_delta, expected_mamba2, mamba2, near
 
 import flexops
+from flexops.ops import state_chunks, state_scan
 
 pytestmark = pytest.mark.gpu
-FAMILIES = ("state_scan",)
+FAMILIES = ("state_scan", "state_chunks")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # more than 16 steps are loaded in turns, eight where a state has more than 128 rows
 LENGTHS = (1, 2, 16, 17, 150)
@@ -25,6 +28,12 @@ SMALL = (
 LARGE = ((40, 2, 8, 128, 128), (300, 1, 1, 64, 64), (150, 1, 4, 32, 72))
 
 
+@pytest.fixture
+def by_steps(monkeypatch):
+    """Without tensor cores, whatever the length."""
+    monkeypatch.setattr(state_scan, "is_chunked", lambda *_: False)
+
+
 def named(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
@@ -36,6 +45,7 @@ def on(device: str, given: dict[str, object]) -> dict[str, object]:
     }
 
 
+@pytest.mark.usefixtures("by_steps")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("shape", SMALL + LARGE, ids=named)
@@ -51,6 +61,7 @@ def test_the_delta_rule_is_float64s(shape, length, dtype):
     torch.testing.assert_close(final.cpu().double(), last, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("by_steps")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("shape", SMALL + LARGE, ids=named)
@@ -101,3 +112,93 @@ def test_steps_are_captured():
             buffers[name].copy_(one[:, step : step + 1])
         graph.replay()
         torch.testing.assert_close(out[:, 0], whole[:, step], rtol=1e-2, atol=1e-2)
+
+
+# ---- by chunks, on tensor cores ----
+
+
+def far(actual: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The distance, as a part of what is wanted: operands of products are rounded to bfloat16."""
+    return float((actual.cpu().double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "length", "rows", "chunked"),
+    [
+        (torch.bfloat16, 64, 128, (True, True)),
+        (torch.bfloat16, 63, 128, (False, False)),
+        (torch.bfloat16, 64, 256, (True, False)),
+        (torch.float16, 64, 128, (False, False)),
+        (torch.float32, 64, 128, (False, False)),
+    ],
+)
+def test_chunks_are_of_long_sequences(dtype, length, rows, chunked):
+    """Without the delta rule, and with it."""
+    v = torch.empty(1, length, 1, 64, dtype=dtype, device="cuda")
+    found = tuple(state_chunks.is_chunked(rows, v, delta) for delta in (False, True))
+    assert found == chunked
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.02, 3.0, math.inf])
+@pytest.mark.parametrize("length", [64, 200])
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 2, 8, 8), (1, 2, 4, 64, 72), (1, 1, 1, 128, 40)], ids=named
+)
+def test_chunks_of_the_delta_rule_are_float64s(shape, length, decay):
+    """With decays of which nothing is left of a state, and which some have."""
+    given = draw(shape, length, torch.bfloat16)
+    given["g"] = given["g"] / 3 * decay if decay < math.inf else given["g"].masked_fill(
+        given["g"] < -2.5, -math.inf
+    )  # fmt: skip
+    out, final = flexops.gated_delta_rule(
+        **on("cuda", given), output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    wanted, last = expected_delta(given, True, shape[3] ** -0.5)
+    assert far(out, wanted) < 8e-3
+    assert far(final, last) < 8e-3
+
+
+@pytest.mark.parametrize("length", [64, 200])
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 1, 4, 8, 8), (1, 2, 4, 64, 72), (1, 1, 2, 128, 40), (1, 1, 2, 256, 64)],
+    ids=named,
+)
+def test_chunks_of_mamba2_are_float64s(shape, length):
+    *tensors, more = mamba2(shape, length, torch.bfloat16)
+    more["dt_limit"] = (0.001, 0.1)
+    out, final = flexops.mamba2_scan(
+        *(one.cuda() for one in tensors), return_final_states=True, **on("cuda", more)
+    )
+    wanted, last = expected_mamba2(*tensors, more)
+    assert far(out, wanted) < 8e-3
+    assert far(final, last) < 8e-3
+
+
+def test_blocks_of_64_columns():
+    """Where there are as many as multiprocessors."""
+    given = draw((17, 2, 8, 32, 72), 100, torch.bfloat16)
+    out, final = flexops.gated_delta_rule(**on("cuda", given), scale=0.1, output_final_state=True,
+                                          use_qk_l2norm_in_kernel=True)  # fmt: skip
+    wanted, last = expected_delta(given, True, 0.1)
+    assert far(out, wanted) < 8e-3
+    assert far(final, last) < 8e-3
+
+
+def test_chunks_of_many_states_take_several_launches():
+    """So that what they prepare needs 128 MiB at most."""
+    given = draw((33, 1, 32, 8, 8), 8 * 64, torch.bfloat16)
+    given = on("cuda", given)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, final = flexops.gated_delta_rule(
+        **given, output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    assert torch.cuda.max_memory_allocated() - before < (128 << 20) + 2 * out.nbytes
+    wide = {name: one.float() for name, one in given.items()}
+    wanted, last = flexops.gated_delta_rule(
+        **wide, output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    assert far(out, wanted.cpu().double()) < 8e-3
+    assert far(final, last.cpu().double()) < 8e-3

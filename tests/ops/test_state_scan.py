@@ -1,5 +1,5 @@
-"""flexops.gated_delta_rule and flexops.mamba2_scan: their formulas, transformers' functions, states,
-gradients and errors."""
+"""flexops.gated_delta_rule and flexops.mamba2_scan: their formulas, transformers' functions,
+states, gradients and errors."""
 
 from __future__ import annotations
 
@@ -206,11 +206,19 @@ def test_the_operator_is_as_it_says():
         ({"q": torch.zeros(2, 3, 2, 16).int()}, TypeError, "q must be a float32"),
         ({"q": torch.zeros(2, 3, 2, 16).half()}, TypeError, "q must have v's dtype"),
         ({"k": torch.zeros(2, 3, 2, 8)}, ValueError, r"k must have shape \[2, 3, 2, 16\]"),
-        ({"v": torch.zeros(2, 3, 96)}, ValueError, r"v must have shape \[batch, length, heads, V\]"),
+        (
+            {"v": torch.zeros(2, 3, 96)},
+            ValueError,
+            r"v must have shape \[batch, length, heads, V\]",
+        ),
         ({"v": torch.zeros(2, 3, 3, 24)}, ValueError, "v must have a multiple of 2 heads, got 3"),
         ({"g": torch.zeros(2, 3)}, ValueError, r"g must have shape \[2, 3, 4\]"),
         ({"beta": torch.zeros(2, 3, 1)}, ValueError, r"beta must have shape \[2, 3, 4\]"),
-        ({"initial_state": torch.zeros(2, 4, 24, 16)}, ValueError, r"initial_state must have shape \[2, 4, 16, 24\]"),
+        (
+            {"initial_state": torch.zeros(2, 4, 24, 16)},
+            ValueError,
+            r"initial_state must have shape \[2, 4, 16, 24\]",
+        ),
         ({"scale": "1"}, TypeError, "scale must be a number"),
     ],
 )  # fmt: skip

@@ -1,8 +1,9 @@
-"""Layers of the gated delta rule in a decode step: they compute what their classes' code does, and
-leave to it what they do not."""
+"""Layers of the gated delta rule in prompts and in decode steps: they compute what their classes'
+code does, and leave to it what they do not."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -94,6 +95,59 @@ def test_others_are_left_to_the_class(layer, monkeypatch):
         state.active = False
 
 
+def counted(layer: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Gets an entry whenever the class's code runs."""
+    monkeypatch.setattr(layer, "layer_idx", 0)
+    ran: list[str] = []
+    code = delta_net.rebound
+    monkeypatch.setattr(delta_net, "rebound", lambda *args: ran.append("class") or code(*args))
+    return ran
+
+
+def test_prompts_are_what_the_class_computes(layer, monkeypatch):
+    """One behind another, shorter than the convolution, too; then again in the same memory."""
+    ran = counted(layer, monkeypatch)
+    own, tokens = recurrence._code_of(type(layer)), torch.randn(2, 12, layer.out_proj.out_features)
+    expected, kept = cache(), cache()
+    for _ in range(2):
+        for part in tokens.split([2, 7, 3], 1):
+            with torch.no_grad():
+                wanted = own(layer, part, **{delta_net._argument(own): expected})
+            torch.testing.assert_close(run(layer, part, kept, False), wanted, rtol=1e-4, atol=1e-5)
+            for name in ("conv_states", "recurrent_states"):
+                pair = (getattr(one.layers[0], name)[0] for one in (kept, expected))
+                torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-5)
+        for one in (kept, expected):
+            one.layers[0].has_previous_state[0] = False
+    assert ran == []
+
+
+def test_other_prompts_are_left_to_the_class(layer, monkeypatch):
+    """A mask; gradients; other states than float32; packed sequences; autocast; a token alone."""
+    ran, tokens = counted(layer, monkeypatch), torch.randn(2, 5, layer.out_proj.out_features)
+    run(layer, tokens, cache(), False)
+    assert ran == []
+    run(layer, tokens, cache(), False, attention_mask=torch.ones(2, 5))
+    assert len(ran) == 1
+    with torch.enable_grad():
+        layer(tokens, **{delta_net._argument(recurrence._code_of(type(layer))): cache()})
+    assert len(ran) == 2
+    kept = cache()
+    run(layer, tokens, kept, False)
+    kept.layers[0].recurrent_states[0] = kept.layers[0].recurrent_states[0].double()
+    with torch.no_grad():
+        assert delta_net.takes_prompt(layer, tokens, cache(), None)
+        assert not delta_net.takes_prompt(layer, tokens, kept, None)
+        assert not delta_net.takes_prompt(layer, tokens, None, None)
+        assert not delta_net.takes_prompt(layer, tokens[:, :1], cache(), None)
+        assert not delta_net.takes_prompt(layer, tokens.double(), cache(), None)
+        with torch.autocast("cpu"):
+            assert not delta_net.takes_prompt(layer, tokens, cache(), None)
+    with contextlib.suppress(ValueError):  # transformers 5.24 packs no sequences on a CPU
+        run(layer, tokens[:1], cache(), False, seq_idx=torch.zeros(1, 5, dtype=torch.int32))
+    assert len(ran) == 3
+
+
 @pytest.mark.parametrize("factor", [1, 2])
 def test_a_class_that_computes_something_else_has_no_step(layer, factor):
     base = type(layer)
@@ -104,7 +158,7 @@ def test_a_class_that_computes_something_else_has_no_step(layer, factor):
 
     made = copy.copy(layer)
     made.__class__ = type(base.__name__, (base,), {"forward": forward})
-    assert delta_net.steps(made, lambda _: {}) is (factor == 1)
+    assert delta_net.fits(made, lambda _: {}) is (factor == 1)
 
 
 @pytest.mark.parametrize("gate", ["silu", "sigmoid"])
@@ -121,5 +175,5 @@ def test_the_norm_may_be_another_one(layer, gate, monkeypatch):
             return x * getattr(torch.nn.functional, gate)(z)
 
     layer.norm = Norm(layer.head_v_dim, 1e-6)
-    assert delta_net.steps(layer, recurrence._references)
+    assert delta_net.fits(layer, recurrence._references)
     assert compare(layer, monkeypatch) == []

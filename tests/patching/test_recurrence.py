@@ -1,5 +1,5 @@
-"""Patched models with causal convolutions and recurrences: results, gradients and decoding are those
-of transformers."""
+"""Patched models with causal convolutions and recurrences: results, gradients and decoding are
+those of transformers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ DELTA_RULE = {"gated_delta_rule", "gated_delta_rule_update"}
 MAMBA2 = {"mamba2_scan", "mamba2_scan_update"}
 CALLED = {
     "lfm2": CONVOLUTION,
-    "qwen3_next": CONVOLUTION | DELTA_RULE,
+    # its prompts are computed as a whole
+    "qwen3_next": CONVOLUTION | {"delta_steps", "gated_delta_rule_update"},
     "olmo_hybrid": CONVOLUTION | DELTA_RULE,
     "bamba": CONVOLUTION | MAMBA2,
     "falcon_h1": CONVOLUTION | MAMBA2,
@@ -92,8 +93,8 @@ def test_results_gradients_and_tokens(name, monkeypatch):
     patched = copy.deepcopy(plain)
     report = flexops.patch(patched, in_graphs=True)
     (row,) = [row for row in report.swapped if "causal_conv1d" in row.operator]
-    named = {function.removesuffix("_update") for function in CALLED[name]} - {"update"}
-    assert set(row.operator.split(", ")) == named
+    named = {function.removesuffix("_update") for function in CALLED[name]}
+    assert set(row.operator.split(", ")) == named - {"update", "delta_steps"}
     assert "causal_conv1d" in report.families()
     assert ("state_scan" in report.families()) is (name != "lfm2")
     ids = torch.randint(1, 61, (2, 11))
@@ -107,10 +108,11 @@ def test_results_gradients_and_tokens(name, monkeypatch):
 
     for function in CONVOLUTION:
         watch(recurrence, function)
-    for function in DELTA_RULE | MAMBA2:
+    for function in DELTA_RULE | MAMBA2 | {"delta_steps"}:
         watch(state_scan, function)
     outputs = []
     for model in (plain, patched):
+        calls.clear()  # the plain model's functions may be ones that HF's kernels has replaced
         model.train()
         logits = model(input_ids=ids, use_cache=False).logits
         logits.square().mean().backward()
@@ -129,12 +131,14 @@ def test_results_gradients_and_tokens(name, monkeypatch):
         assert torch.equal(patched(input_ids=ids, use_cache=False).logits, plain(ids).logits)
 
 
+@pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("package", [False, True])
 @pytest.mark.parametrize("length", [1024, 1025])
-def test_long_sequences_are_left_to_other_packages(length, package, monkeypatch):
-    """Whose kernels compute chunks on tensor cores."""
+def test_long_sequences_are_left_to_other_packages(length, package, chunked, monkeypatch):
+    """Whose kernels use tensor cores, where ours do not."""
     monkeypatch.setattr(recurrence, "_is_there", lambda _: package)
-    left = length > 1024 and package
+    monkeypatch.setattr(recurrence, "is_chunked", lambda *_, **__: chunked)
+    left = length > 1024 and package and not chunked
     gates, heads = torch.zeros(1, length, 1), torch.ones(1, length, 1, 8)
     found = recurrence.delta_rule(lambda *_, **__: "theirs")(heads, heads, heads, gates, gates)
     assert (found == "theirs") is left

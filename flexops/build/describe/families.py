@@ -107,6 +107,24 @@ _GROUPED: dict[str, Any] = {
     "shapes": {"offsets": "weight[0]"},
     "strided": {"x": "aligned", "weight": "aligned"},
 }
+_STATE_SCAN = (
+    "Tensor(a!) state, Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor rate, Tensor? a, Tensor?"
+    " bias, Tensor? skip, int gates, bool delta, bool normalize, float scale, float low, float"
+    " high) -> Tensor"
+)
+
+
+def _state_scan(values: Any) -> dict[str, Any]:
+    return {
+        "dtypes": {"state": "float32", "q": "v", "k": "v", "v": values}
+        | dict.fromkeys(("decay", "rate", "a", "bias", "skip"), _FLOATS),
+        "strided": dict.fromkeys("qkv", "aligned columns")
+        | dict.fromkeys(("state", "decay", "rate", "a", "bias", "skip"), "any"),
+        "outputs": (Output("v", "v"),),
+        "hidden": True,
+    }
+
+
 _MOVED: dict[str, Any] = {
     "dtypes": {"rows": _FLOATS, "inverse": "int32", "offsets": "int32", "weights": "float32"},
     "shapes": {"weights": "inverse"},
@@ -972,19 +990,12 @@ CATALOG: tuple[OpSpec, ...] = (
             outputs=(Output("x", "x"),),
         ),
     ),
+    _family("state_scan", _op(f"state_scan_({_STATE_SCAN}", **_state_scan(_FLOATS))),
     _family(
-        "state_scan",
-        _op(
-            "state_scan_(Tensor(a!) state, Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor"
-            " rate, Tensor? a, Tensor? bias, Tensor? skip, int gates, bool delta, bool normalize,"
-            " float scale, float low, float high) -> Tensor",
-            dtypes={"state": "float32", "q": "v", "k": "v", "v": _FLOATS}
-            | dict.fromkeys(("decay", "rate", "a", "bias", "skip"), _FLOATS),
-            strided=dict.fromkeys("qkv", "aligned columns")
-            | dict.fromkeys(("state", "decay", "rate", "a", "bias", "skip"), "any"),
-            outputs=(Output("v", "v"),),
-            hidden=True,
-        ),
+        "state_chunks",
+        _op(f"state_chunks_({_STATE_SCAN}", **_state_scan("bfloat16")),
+        hip=False,
+        least_capability=(8, 0),
     ),
     _family(
         "gated_norm",

@@ -264,6 +264,7 @@ AMPERE = {
     "int4_grouped",
     "int4_linear",
     "kvcache_attention",
+    "state_chunks",
 }
 
 

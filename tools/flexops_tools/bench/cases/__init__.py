@@ -71,6 +71,7 @@ SOURCES: tuple[Source, ...] = (
             "mamba2_scan",
             "mamba2_scan_update",
         ),
+        "state_chunks",
     ),
     Source(
         "kvcache_attention", "kvcache_attention", "kvcache_attention", ("attention_with_kvcache",)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexops.ops import state_chunks
 from flexops.ops import state_scan as op
 
 from .case import Case, Setup, contenders, rotating
@@ -77,7 +78,7 @@ def _ours(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     numbers = 0, True, True, WIDTH**-0.5, 0.0, 1.0
-    return op._scanned(None, q, k, v, g, beta, None, None, None, *numbers)[0]
+    return state_chunks.scanned(None, q, k, v, g, beta, None, None, None, *numbers)[0]
 
 
 def _our_step(state: Tensor, *arguments: Tensor) -> Tensor:
@@ -102,7 +103,7 @@ def _our_mamba2(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tenso
 
 def _plain_mamba2(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     numbers = 1, False, False, 1.0, 0.0, float("inf")
-    return op._scanned(None, c, b, x, None, dt, a, None, None, *numbers)[0]
+    return state_chunks.scanned(None, c, b, x, None, dt, a, None, None, *numbers)[0]
 
 
 def _our_mamba2_step(state: Tensor, *arguments: Tensor) -> Tensor:

@@ -1,0 +1,22 @@
+// The launcher of recurrences over long sequences: raw pointers and numbers, no torch.
+#pragma once
+
+#include <stdint.h>
+
+#include "common/cpu.h"
+#include "state_scan/state_scan_kinds.h"
+
+namespace flexops {
+
+/// The most rows of a state, with the delta rule and without; and the steps of a chunk, whose
+/// products with each other are computed at once.
+constexpr int kMostDeltaRows = 128, kMostChunkRows = 256, kChunkSteps = 64;
+/// Of a chunk and a head, in bytes: two square matrices of 16 bits, four numbers of each step.
+constexpr int64_t kChunkBytes = 2 * kChunkSteps * kChunkSteps * 2 + 4 * kChunkSteps * 4;
+
+/// Queued on `stream`; the pointers are the device's. `work` is kChunkBytes for each state and each
+/// of `together` chunks. Returns nullptr, or CUDA's error text.
+FLEXOPS_CUDA_DECLARE(const char* state_chunks_cuda(const StateScan& scan, void* work,
+                                                   int64_t together, void* stream))
+
+}  // namespace flexops
