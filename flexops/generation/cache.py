@@ -17,6 +17,14 @@ KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 mask, or its window."""
 
 
+class MixedLayer(recurrent.WithStates, KVCacheLayer):
+    """One that keeps states, too."""
+
+
+class MixedCompressedLayer(recurrent.WithStates, CompressedLayer):
+    """One that keeps states, too."""
+
+
 class KVCache(Cache):
     """Keys and values of all tokens of a batch, in memory of a fixed shape.
 
@@ -69,21 +77,25 @@ class KVCache(Cache):
             raise GenerationError(
                 "a KV cache has room for at least one token", found=f"max_length={max_length!r}"
             )
-        self._make(layers_of(config), max_length, (bits, group_size, residual_length))
+        settings = bits, group_size, residual_length
+        self._make(layers_of(config), max_length, settings, mixed_of(config))
         self._keep({i: recurrent.StateLayer(number) for i, number in states_of(config).items()})
 
-    def _make(self, layers: int, max_length: int, settings: tuple[int, int, int]) -> None:
+    def _make(
+        self, layers: int, max_length: int, settings: tuple[int, int, int], mixed: frozenset[int]
+    ) -> None:
+        """``mixed``: the layers that keep states, too."""
         self.store, self.settings = Store(layers, max_length), settings
-        kind: type[KVCacheLayer] = KVCacheLayer
+        kinds: tuple[type[KVCacheLayer], ...] = KVCacheLayer, MixedLayer
         if settings[0] != 16:
-            self.store, kind = (
-                CompressedStore(layers, max_length, Settings(*settings)),
-                CompressedLayer,
-            )
+            self.store = CompressedStore(layers, max_length, Settings(*settings))
+            kinds = CompressedLayer, MixedCompressedLayer
         self.decoder: Any = None  # what captures steps with it
         self.state: Any = None  # of the model, for which they are captured
         self.grows = False  # later calls may have more tokens than there is room for
-        super().__init__(layers=[kind(self.store, index) for index in range(layers)])
+        super().__init__(
+            layers=[kinds[index in mixed](self.store, index) for index in range(layers)]
+        )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *more: Any, **named: Any
@@ -101,7 +113,8 @@ class KVCache(Cache):
         """Have these layers keep states."""
         self.store.recurrent = states
         for index, layer in states.items():
-            self.layers[index] = layer
+            if not isinstance(self.layers[index], recurrent.WithStates):
+                self.layers[index] = layer
 
     @property
     def attention(self) -> list[KVCacheLayer]:
@@ -177,28 +190,28 @@ class KVCache(Cache):
         return copied
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        kept = [
-            layer.clone() if isinstance(layer, KVCacheLayer) else layer.changed(torch.clone)
-            for layer in self.layers
-        ]
-        padding = self.store.padding
-        return _restore, (
-            self.max_length,
-            self.settings,
-            kept,
-            None if padding is None else padding.clone(),
-        )
+        kept = [layer.clone() if isinstance(layer, KVCacheLayer) else None for layer in self.layers]
+        mixed = (layer.index for layer in self.attention if isinstance(layer, recurrent.WithStates))
+        states = {
+            index: layer.changed(torch.clone) for index, layer in self.store.recurrent.items()
+        }
+        padding = None if self.store.padding is None else self.store.padding.clone()
+        return _restore, (self.max_length, self.settings, frozenset(mixed), kept, states, padding)
 
 
 def _restore(
-    max_length: int, settings: tuple[int, int, int], kept: list[Any], padding: Tensor | None
+    max_length: int,
+    settings: tuple[int, int, int],
+    mixed: frozenset[int],
+    kept: list[Any],
+    states: dict[int, recurrent.StateLayer],
+    padding: Tensor | None,
 ) -> KVCache:
     cache = KVCache.__new__(KVCache)
-    cache._make(len(kept), max_length, settings)
-    states = {i: one for i, one in enumerate(kept) if isinstance(one, recurrent.StateLayer)}
+    cache._make(len(kept), max_length, settings, mixed)
     cache._keep(states)
     for layer, tensors in zip(cache.layers, kept, strict=True):
-        if tensors is not None and layer is not tensors:
+        if tensors is not None:
             layer.restore(tensors)
     if padding is not None and cache.store.padding is not None:
         cache.store.padding.copy_(padding)
@@ -220,7 +233,8 @@ def layers_of(config: Any) -> int:
         )
     config = config.get_text_config(decoder=True)
     kinds = list(getattr(config, "layer_types", None) or ["full_attention"])
-    known = set(KINDS).intersection(kinds) and {*KINDS, *recurrent.KINDS}
+    attends = {*KINDS, recurrent.MIXED}.intersection(kinds)
+    known = {*KINDS, *recurrent.KINDS} if attends else ()
     other = next((kind for kind in kinds if kind not in known), None)
     if other is not None:
         raise GenerationError(
@@ -233,9 +247,19 @@ def layers_of(config: Any) -> int:
     return int(config.num_hidden_layers) - shared
 
 
+def _kinds_of(config: Any) -> list[str]:
+    return list(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+
+
 def states_of(config: Any) -> dict[int, int]:
     """Which layers keep states, and how many of each kind."""
-    config = config.get_text_config(decoder=True)
-    kinds = list(getattr(config, "layer_types", None) or ())
-    number = int(getattr(config, "number_of_conv_states", 1))
-    return {index: number for index, kind in enumerate(kinds) if kind in recurrent.KINDS}
+    text = config.get_text_config(decoder=True)
+    number = int(getattr(text, "number_of_conv_states", 1))
+    kinds = enumerate(_kinds_of(config))
+    return {index: number for index, kind in kinds if kind in recurrent.KINDS}
+
+
+def mixed_of(config: Any) -> frozenset[int]:
+    """Which of these keep keys and values, too."""
+    kinds = enumerate(_kinds_of(config))
+    return frozenset(index for index, kind in kinds if kind == recurrent.MIXED)

@@ -174,17 +174,25 @@ def _hides_the_rest(model: Any, forward: Callable[..., Any], cache: KVCache, len
     found = [_logits(model, forward, tokens, last, {"use_cache": False}) for tokens in (one, other)]
     if not torch.equal(*found) or not cache.store.recurrent:
         return torch.equal(*found)
-    with state.filled(last):
-        pairs = [_states(model, forward, tokens, last) for tokens in (one, other)]
-    alone = _states(model, forward, one[:, :half], last)
-    alike = all(map(torch.equal, *pairs))
-    return alike and all(map(_is_near, pairs[0], alone))
+    for before in (None, one[:, :half]):  # at the beginning, and behind other tokens
+        with state.filled(last):
+            pairs = [_states(model, forward, tokens, last, before) for tokens in (one, other)]
+        alone = _states(model, forward, one[:, :half], last, before)
+        if not all(map(torch.equal, *pairs)) or not all(map(_is_near, pairs[0], alone)):
+            return False
+    return True
 
 
-def _states(model: Any, forward: Callable[..., Any], tokens: Tensor, last: Tensor) -> list[Tensor]:
-    """What layers keep of tokens."""
-    cache = KVCache(model.config, tokens.shape[1])
-    _logits(model, forward, tokens, last, {cache_name(): cache, "use_cache": True})
+def _states(
+    model: Any, forward: Callable[..., Any], tokens: Tensor, last: Tensor, before: Tensor | None
+) -> list[Tensor]:
+    """What layers keep of tokens, behind those ``before`` them, which are as many as ``last``
+    says."""
+    cache = KVCache(model.config, 2 * tokens.shape[1])
+    named = {cache_name(): cache, "use_cache": True}
+    for part in (before, tokens):
+        if part is not None:
+            _logits(model, forward, part, last, named)
     return cache.store.states()
 
 

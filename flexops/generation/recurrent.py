@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GenerationError
-from .state import state
+from .state import ends_of_the_prompt, state
 
 try:
     from transformers import cache_utils as _caches
@@ -19,9 +19,11 @@ except ImportError:  # said by .layers
     _caches = None  # type: ignore[assignment]
 
 Base: Any = getattr(_caches, "LinearAttentionLayer", object)
-KINDS = () if Base is object else ("linear_attention", "conv", "moe", "mlp")
-"""What transformers' configs call them, and layers that keep nothing; none in a release that has no
-such layers."""
+MIXED = "hybrid"
+"""What transformers' configs call layers that keep a state and all tokens."""
+KINDS = () if Base is object else ("linear_attention", "conv", "moe", "mlp", MIXED)
+"""What they call layers that keep a state, or nothing; none in a release that has no such
+layers."""
 
 
 class StateLayer(Base):
@@ -38,19 +40,23 @@ class StateLayer(Base):
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
-        """transformers' method; of a prompt that is filled up, the steps before its end are
+        """transformers' method; of tokens that are filled up, the steps before their end are
         kept."""
         named = {"state_idx": state_idx, "conv_kernel_size": conv_kernel_size}
-        if state.last is None or self.has_previous_state[state_idx]:
+        if state.last is None:
             seen: Tensor = super().update_conv_state(conv_states, **named)
             return seen
         if not self.is_conv_states_initialized[state_idx]:
             self.lazy_initialization(conv_states=conv_states, **named)
         kept = self.conv_states[state_idx]
-        size = kept.shape[-1]
-        places = torch.arange(1 - size, 1, device=kept.device) + state.last[:, None]
+        places, before = ends_of_the_prompt(kept.shape[-1])
+        if self.has_previous_state[state_idx]:
+            conv_states = torch.cat([kept, conv_states], -1)
+            places = places + kept.shape[-1]
         index = places.clamp(min=0)[:, None].expand_as(kept)
-        kept.copy_(conv_states.gather(2, index).masked_fill((places < 0)[:, None], 0))
+        torch.gather(conv_states, 2, index, out=kept)
+        if not self.has_previous_state[state_idx]:
+            kept.masked_fill_(before[:, None], 0)
         self.has_previous_state[state_idx] = True
         return conv_states
 
@@ -100,3 +106,33 @@ class StateLayer(Base):
                 }
                 setattr(made, name, changed)
         return made
+
+
+class WithStates:
+    """What makes a layer that keeps keys and values one that keeps states, too: it hands on what
+    transformers asks of the latter."""
+
+    is_croppable = False
+    store: Any
+    index: int
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("store", "index") or name.startswith("__"):  # of a copy that is not made yet
+            raise AttributeError(name)
+        return getattr(self.store.recurrent[self.index], name)
+
+    def reset(self) -> None:
+        self.store.recurrent[self.index].reset()
+        super().reset()  # type: ignore[misc]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.store.recurrent[self.index].crop(tokens_to_remove)
+        super().crop(tokens_to_remove)  # type: ignore[misc]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.store.recurrent[self.index].reorder_cache(beam_idx)
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+
+
+if Base is not object:
+    _caches.LinearAttentionCacheLayerMixin.register(WithStates)

@@ -3,13 +3,14 @@ are several tokens where candidates are tried, and where a conversation goes on.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import prompt, step
+from . import prompt, state, step
 from .cache import KVCache
 from .layers import Store
 
@@ -53,7 +54,7 @@ def replay(
     if width == 1:
         fits = length < cache.max_length
     else:
-        few = tokens.numel() <= MOST_TOKENS and type(store) is Store and not store.recurrent
+        few = tokens.numel() <= MOST_TOKENS and type(store) is Store
         fits = few and length + width <= prompt.room_of(model, cache)
     if not fits:
         return None
@@ -71,7 +72,8 @@ def replay(
         named = {"logits_to_keep": kept[1]} if width > 1 and keep == 1 else {}
 
         def compute() -> Tensor:
-            with store.stepping(bucket):
+            filled = state.filled(kept[1]) if width > 1 else contextlib.nullcontext()
+            with store.stepping(bucket), filled:
                 return step.logits_of(model, forward, cache, kept[0], **named)
 
         for to, one in zip(kept, given, strict=True):

@@ -57,8 +57,10 @@ class State(threading.local):
         projected: what the projections of an attention made of a tensor, by their ids.
         rotary: cosines and sines by which the next attention rotates query and key.
         queue: what products are recorded in (:mod:`.chain`); None: they compute.
-        last: of a prompt that is filled up at its end, the place of each row's last token, int64
-            ``[batch or 1]`` on the device: layers keep states of these tokens only.
+        last: of a prompt that is filled up at its end, or of several tokens behind one, the place
+            of each row's last token, int64 ``[batch or 1]`` on the device: layers keep states of
+            these tokens only.
+        made: what all layers make of ``last`` alike, by its name and size.
     """
 
     active = False
@@ -69,6 +71,7 @@ class State(threading.local):
     rotary: tuple[Tensor, Tensor] | None = None
     queue: Any = None
     last: Tensor | None = None
+    made: dict[tuple[str, int], Tensor] | None = None
 
 
 state = State()
@@ -88,12 +91,24 @@ def step(tables: Tables | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def filled(last: Tensor) -> Iterator[None]:
-    """Inside, layers of this thread compute a prompt with tokens behind it."""
-    state.last = last
+    """Inside, layers of this thread compute a prompt, or what follows one, with tokens behind
+    it."""
+    state.last, state.made = last, {}
     try:
         yield
     finally:
-        state.last = None
+        state.last = state.made = None
+
+
+def _of_last(name: str, size: int, make: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """What ``make`` gives for numbers from 0 to ``size``, ``[size]``, and places of last tokens,
+    ``[batch or 1, 1]``; once for all layers."""
+    assert state.last is not None
+    assert state.made is not None
+    if (name, size) not in state.made:
+        numbers = torch.arange(size, device=state.last.device)
+        state.made[name, size] = make(numbers, state.last[:, None])
+    return state.made[name, size]
 
 
 def behind_the_prompt(length: int) -> Tensor | None:
@@ -101,7 +116,14 @@ def behind_the_prompt(length: int) -> Tensor | None:
     filled up."""
     if state.last is None:
         return None
-    return torch.arange(length, device=state.last.device) > state.last[:, None]
+    return _of_last("behind", length, lambda places, last: places > last)
+
+
+def ends_of_the_prompt(size: int) -> tuple[Tensor, Tensor]:
+    """Of a prompt that is filled up, the places of its last ``size`` tokens, int64 ``[batch or 1,
+    size]``, and which of these are before its first one."""
+    places = _of_last("ends", size, lambda numbers, last: numbers + last + 1 - size)
+    return places, _of_last("before", size, lambda numbers, last: numbers + last + 1 < size)
 
 
 def tables() -> Tables | None:

@@ -268,11 +268,11 @@ def test_a_model_that_cannot_be_captured_gets_the_cache_that_was_asked_for():
             "no keys and values of an encoder",
         ),
         (
-            transformers.FalconH1Config(
-                **tiny.SIZES, **tiny.WORDS, **tiny.GROUPED, mamba_d_ssm=64, mamba_n_heads=4,
-                mamba_d_head=16, mamba_d_state=16,
+            transformers.Qwen3NextConfig(
+                **tiny.SIZES, **tiny.WORDS, **tiny.GROUPED, layer_types=["linear_attention"] * 2,
+                num_experts=2, moe_intermediate_size=16, shared_expert_intermediate_size=16,
             ),
-            "does not support the layers of FalconH1Config",
+            "does not support the layers of Qwen3NextConfig",
         ),
     ],
 )  # fmt: skip
@@ -450,7 +450,7 @@ def test_other_caches_are_named():
     with pytest.raises(GenerationError, match="max_length=0"):
         flexops.KVCache(tiny.config("llama"), max_length=0)
     config = tiny.config("llama")
-    for kinds in (["hybrid", "full_attention"], ["linear_attention"]):
+    for kinds in (["hybrid_sliding", "full_attention"], ["linear_attention"]):
         config.layer_types = kinds
         with pytest.raises(GenerationError, match=kinds[0]):
             flexops.KVCache(config, max_length=8)

@@ -17,7 +17,12 @@ from flexops.errors import GenerationError
 from flexops.generation import decoder, recurrent
 
 NEW = 8
-NAMES = ["qwen3_next", "qwen3_5", "olmo_hybrid", "lfm2", "bamba", "jamba"]
+NAMES = [
+    "qwen3_next", "qwen3_5", "olmo_hybrid", "lfm2", "bamba", "jamba", "falcon_h1", "zamba2",
+    "zamba",
+]  # fmt: skip
+OWN = ("jamba", "zamba")
+"""Whose recurrence is one of their own, of which tokens behind a prompt become a part."""
 
 
 def small(name: str = "qwen3_next") -> Any:
@@ -59,12 +64,11 @@ def test_tokens_are_those_of_the_plain_model(name, graphs):
         for (ids, _), wanted in zip(given[:2], expected, strict=False):
             found = flexops.generate(model, **ids, max_new_tokens=NEW, eos_token_id=())
             assert torch.equal(found, wanted)
-    # each time of two rows, of four, and one that chooses tokens; prompts with padding, and without,
-    # but of jamba, whose recurrence is one of its own, of which tokens behind become a part
-    assert graphs.made == 6 + 2 * (name != "jamba")
+    # each time of two rows, of four, and one that chooses tokens; prompts with padding, and without
+    assert graphs.made == 6 + 2 * (name not in OWN)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "jamba"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in OWN])
 def test_prompts_leave_the_states_of_their_tokens(name, graphs):
     """Filled up, with and without padding, shorter than a convolution, too: by graphs, and before
     that."""
@@ -101,41 +105,51 @@ def test_prompts_leave_the_states_of_their_tokens(name, graphs):
     assert graphs.made == 3  # of 32 tokens, with padding and without, and of 64
 
 
-def chat(model: Any, cache: Any, turns: int = 3) -> Tensor:
+def chat(model: Any, cache: Any, turns: tuple[int, ...] = (3, 4, 40)) -> Tensor:
+    """Turns of so many tokens, each behind all tokens so far."""
     ids = prompts()["input_ids"][:, :0]
-    for turn in range(turns):
-        more = torch.randint(3, 60, (2, 3 + turn), generator=torch.Generator().manual_seed(turn))
+    for length in turns:
+        more = torch.randint(3, 60, (2, length), generator=torch.Generator().manual_seed(length))
         ids = torch.cat([ids, more], 1)
-        ids = generated(model, {"input_ids": ids}, past_key_values=cache)
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        ids = generated(model, given, past_key_values=cache)
     return ids
 
 
 @pytest.mark.usefixtures("graphs")
-@pytest.mark.parametrize("bits", [16, 8])
-def test_a_conversation_goes_on(bits):
-    model = small()
+@pytest.mark.parametrize(
+    ("name", "bits"), [*((name, 16) for name in NAMES), ("qwen3_next", 8), ("falcon_h1", 8)]
+)
+def test_a_conversation_goes_on(name, bits):
+    """By graphs, turns included, which are filled up: tokens behind them change no state."""
+    model = small(name)
     expected = chat(model, transformers.DynamicCache(config=model.config))
     flexops.patch(model)
-    cache = flexops.KVCache(model.config, max_length=128, bits=bits)
-    found = chat(model, cache)
-    assert (found == expected).float().mean() > (0.9 if bits == 8 else 0.999)
-    assert "step" in {key[0] for key in cache.store.graphs}
+    cache = flexops.KVCache(model.config, max_length=256, bits=bits)
+    for _ in range(2):
+        found = chat(model, cache)
+        assert (found == expected).float().mean() > (0.9 if bits == 8 else 0.999)
+        cache.reset()
+    turns = {"prompt"} if bits == 8 else {"prompt", "chunk"}
+    assert {key[0] for key in cache.store.graphs} == {"step"} | (set() if name in OWN else turns)
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_go_on_alone(duplicate):
-    model = small()
+def test_copies_go_on_alone(duplicate, name):
+    model = small(name)
     flexops.patch(model)
     cache = flexops.KVCache(model.config, max_length=128)
-    begun = chat(model, cache, turns=1)
+    begun = chat(model, cache, (3,))
     copied = duplicate(cache)
     ids = {"input_ids": torch.cat([begun, begun[:, :2]], 1)}
     one, two = (generated(model, ids, past_key_values=x) for x in (cache, copied))
     assert torch.equal(one, two)
 
 
-def test_rows_are_repeated_and_selected():
-    model = small()
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
+def test_rows_are_repeated_and_selected(name):
+    model = small(name)
     flexops.patch(model)
     cache = flexops.KVCache(model.config, max_length=64)
     given = prompts()["input_ids"]
@@ -150,11 +164,12 @@ def test_rows_are_repeated_and_selected():
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_states_cannot_forget_tokens():
-    model = small()
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1"])
+def test_states_cannot_forget_tokens(name):
+    model = small(name)
     flexops.patch(model)
     cache = flexops.KVCache(model.config, max_length=64)
-    chat(model, cache, turns=1)
+    chat(model, cache, (3,))
     assert not cache.is_croppable
     with pytest.raises(GenerationError, match="cannot forget tokens"):
         cache.crop(-2)

@@ -115,9 +115,12 @@ def test_steps_behind_pictures_are_captured(name):
         assert (one - two).abs().max() <= 0.05 * two.abs().max()
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2_moe", "bamba", "jamba"]
-)
+STATEFUL = [
+    "qwen3_next", "qwen3_5_text", "olmo_hybrid", "lfm2_moe", "bamba", "falcon_h1", "zamba2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*STATEFUL, "jamba"])
 def test_steps_of_layers_with_states_are_captured(name):
     model = zoo.tiny(name).eval()
     model.get_output_embeddings().weight.data.mul_(8)
@@ -241,12 +244,38 @@ def test_a_conversation_goes_on(name):
     assert {key[0] for key in graphs(model)} == {"prompt", "step", "chunk"}
     assert not decoder.decoder_of(model).refused
     assert torch.equal(*found)
+    assert_turns_likely(model, found[0], turns)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_conversation_of_layers_with_states_goes_on(name):
+    """Turns are filled up, and tokens behind them change no state."""
+    model = zoo.tiny(name).eval()
+    model.get_output_embeddings().weight.data.mul_(8)
+    model = model.to("cuda", torch.bfloat16)
+    generator = torch.Generator().manual_seed(1)
+    turns = [torch.randint(3, 60, (1, n), generator=generator).cuda() for n in (20, 3, 40)]
+    flexops.patch(model)
+    cache = flexops.KVCache(model.config, 128)
+    for _ in range(2):
+        cache.reset()
+        ids = turns[0][:, :0]
+        for turn in turns:
+            ids = torch.cat([ids, turn], 1)
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            ids = generate(model, inputs, past_key_values=cache, max_new_tokens=8)
+    assert {key[0] for key in cache.store.graphs} == {"prompt", "step", "chunk"}
+    assert_turns_likely(model, ids, turns)
+
+
+def assert_turns_likely(model: Any, found: Tensor, turns: list[Tensor]) -> None:
+    """Of a conversation with eight tokens behind each turn."""
     flexops.unpatch(model)
     begin = 0
-    scores = logits(model, found[0], torch.ones_like(found[0]))
+    scores = logits(model, found, torch.ones_like(found))
     for turn in turns:
         begin += turn.shape[1]
-        new = found[0][:, begin : begin + 8]
+        new = found[:, begin : begin + 8]
         behind = scores[:, begin - 1 : begin + 7]
         missing = behind.max(-1).values - behind.gather(-1, new[..., None]).squeeze(-1)
         assert (missing <= 0.06 * behind.abs().amax(-1)).all(), missing.max()
