@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
+import operator
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._torch import modules_of
 from ..build.load import loader
 from ..errors import GenerationError
 from . import step
@@ -20,8 +20,6 @@ from .layers import Store
 _decoders: weakref.WeakKeyDictionary[nn.Module, Decoder] = weakref.WeakKeyDictionary()
 """Beside the models, whose copies and pickles must not have graphs."""
 _GRANULE = 256
-_NO_SETTINGS = frozenset((dict, OrderedDict, set, type(None)))
-"""Of most attributes of a module; to skip them halves the time."""
 _MORE = {"prompt": " of a prompt", "chunk": " of several tokens", "lookup": " of tried tokens"}
 """What may fail to be captured while steps of one token are."""
 
@@ -128,23 +126,40 @@ class Decoder:
         return graph
 
 
+class _Kinds(dict[type, int]):
+    """Of types of attributes: 1, a setting; 2, a list of some; 0, neither, as most are."""
+
+    def __missing__(self, kind: type) -> int:
+        self[kind] = 1 if issubclass(kind, int | float | str) else 2 * (kind in (list, tuple))
+        return self[kind]
+
+
+_kinds = _Kinds()
+_OF_TENSORS = operator.attrgetter("shape", "dtype", "device")
+
+
 def fingerprint(model: Any) -> int:
-    """What a captured step depends on: where parameters are, and the modules' settings."""
+    """What a captured step depends on: where parameters are, and the modules' settings. Each prompt
+    waits for it."""
     text = model.config.get_text_config(decoder=True)
+    modules = modules_of(model)
+    every = [vars(module) for module in modules]
+    settings = [one for each in every for one in each.values() if _kinds[type(one)]]
+    tensors = [
+        one
+        for module in modules
+        for some in (module._parameters, module._buffers)
+        for one in some.values()
+        if one is not None
+    ]
     parts: list[Any] = [torch.is_autocast_enabled("cuda"), text.num_hidden_layers]
-    for module in model.modules():
-        settings = module.__dict__
-        parts.append(id(settings.get("forward")))
-        for one in itertools.chain(module._parameters.values(), module._buffers.values()):
-            if one is not None:
-                parts.append((one.data_ptr(), one.shape, one.dtype, one.device))
-        for name, value in settings.items():
-            if type(value) in _NO_SETTINGS:
-                continue
-            if isinstance(value, (int, float, str)):
-                parts.append((name, value))
-            elif type(value) in (list, tuple) and all(isinstance(one, str) for one in value):
-                parts.append((name, *value))
+    parts += [id(each.get("forward")) for each in every]
+    parts += [
+        one if _kinds[type(one)] == 1 else tuple(word for word in one if isinstance(word, str))
+        for one in settings
+    ]
+    parts += map(Tensor.data_ptr, tensors)
+    parts += map(_OF_TENSORS, tensors)
     return hash(tuple(parts))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch import is_unheard
+from .._torch import is_unheard, modules_of
 from ..generation import step
 from ..generation.model import columns, forward, layers, prepare, register
 from ..nn.linears import function_of
@@ -48,7 +48,8 @@ def refusal(model: Any, *, again: bool = False) -> str:
         return "it is no model of transformers that generates"
     if getattr(config, "is_encoder_decoder", False):
         return "it has an encoder"
-    if any(part is not model and hasattr(part, step.HOOK) for part in model.modules()):
+    parts = modules_of(model)
+    if any(hasattr(type(part), step.HOOK) for part in parts[1:]):
         return "a part of it generates"
     words = decoder_of(model)
     if not attending.is_switched(words):
@@ -69,7 +70,8 @@ def refusal(model: Any, *, again: bool = False) -> str:
     window = getattr(text, "sliding_window", None)
     if window is not None and not attending.passes_window(text, window):
         return "its attention does not pass on its window"
-    if len({one.device for one in model.parameters()}) != 1:
+    tensors = (one for part in parts for one in part._parameters.values())
+    if len({one.device for one in tensors if one is not None}) != 1:
         return "it is on several devices"
     if model.device.type == "cuda" and model.dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in {str(model.dtype)[6:]}; steps have bfloat16 or float16"
@@ -88,21 +90,18 @@ def _attends_apart(part: nn.Module) -> bool:
     return "cross_attention_states" in inspect.signature(type(part).forward).parameters
 
 
-def heard(model: nn.Module) -> str:
+def heard(model: Any) -> str:
     """Which part of a model that a step runs has hooks, which a graph would not call; "" if none.
     A model that reads pictures has parts that it does not run."""
-    names = {one: name for name, one in model.named_modules()}
-    base, words = (names[one] for one in (model.base_model, decoder_of(model)))
-    for module, name in names.items():
-        runs = not _below(name, base) or _below(name, words) or _below(words, name)
-        if runs and module is not model and not is_unheard(module, attending.hide_nothing):
+    base, words = model.base_model, decoder_of(model)
+    apart = set() if words is base else {*base.modules()} - {base, *words.modules()}
+    for module in modules_of(model)[1:]:
+        if is_unheard(module, attending.hide_nothing):
+            continue
+        if module not in apart or any(part is words for part in module.modules()):
+            (name,) = (name for name, one in model.named_modules() if one is module)
             return f"{name} has hooks"
     return ""
-
-
-def _below(name: str, other: str) -> bool:
-    """Whether a module of that name is another one, or a part of it."""
-    return not other or f"{name}.".startswith(f"{other}.")
 
 
 def refusal_now(model: Any, before: str) -> str:

@@ -162,6 +162,33 @@ def test_a_users_cache_serves_a_changed_model(graphs):
         assert torch.equal(found, plain(model, inputs, eos_token_id=None))
 
 
+def test_what_a_captured_step_depends_on():
+    model = tiny.model("llama").eval()
+    layer, config = model.model.layers[0], model.config
+    seen = [decoder.fingerprint(model)]
+    assert decoder.fingerprint(model) == seen[0]
+
+    def change(where: Any, name: str, value: Any) -> None:
+        setattr(where, name, value)
+        seen.append(decoder.fingerprint(model))
+
+    weight = layer.mlp.up_proj.weight
+    change(layer.mlp.up_proj, "weight", torch.nn.Parameter(weight.detach().clone()))
+    weight.data = weight.data.clone()
+    change(layer.input_layernorm, "variance_epsilon", 0.5)
+    change(layer.mlp, "forward", lambda x: x)
+    change(model.model.rotary_emb, "inv_freq", model.model.rotary_emb.inv_freq.clone())
+    change(layer, "names", ["one"])
+    layer.names[0] = "two"
+    change(layer, "training", True)
+    change(layer, "mlp", torch.nn.Identity())
+    change(config, "num_hidden_layers", 1)
+    assert len(set(seen)) == len(seen)
+    last = seen[-1]
+    layer.names[0] = "three"
+    assert decoder.fingerprint(model) != last
+
+
 def test_hooks_are_called(graphs):
     model, inputs = tiny.model("llama").eval(), prompts()
     flexops.patch(model)
