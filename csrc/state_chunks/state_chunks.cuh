@@ -2,20 +2,29 @@
 // flexops/ops/state_scan.py.
 //
 // Steps are taken by chunks of 64 (section 3 of arXiv 2412.06464). Let S be the state before a
-// chunk, G the sum of the decays' logarithms up to a step, and L all of the chunk's. Of step i, u
-// is what it adds to the state along k, before later steps' decays:
+// chunk, G the sum of the decays' logarithms up to a step, and L all of the chunk's; r is the rate.
+// Of step i, r z is what it adds to the state along k, before later steps' decays:
 //
-//   A[i, j] = r[i] exp(G[i] - G[j]) k[i].k[j]   for j < i, else 0
-//   u = inverse(1 + A) diag(r) (v - exp(G) k S)       without the delta rule: diag(r) v
-//   B[i, j] = exp(G[i] - G[j]) q[i].k[j]        for j <= i, else 0
-//   out = exp(G) q S + B u
-//   S' = exp(L) S + (exp(L - G) k)^T u
+//   A[i, j] = r[j] exp(G[i] - G[j]) k[i].k[j]   for j < i, else 0
+//   z = inverse(1 + A) (v - exp(G) k S)         without the delta rule: v
+//   B[i, j] = r[j] exp(G[i] - G[j]) q[i].k[j]   for j <= i, else 0
+//   out = exp(G) q S + B z
+//   S' = exp(L) S + (r exp(L - G) k)^T z
 //
-// `prepare_chunks` computes inverse(1 + A) diag(r), B and the factors of steps, for all chunks at
-// once; `scan_chunks` goes through a state's chunks, one after another. There a warp has 16 columns
-// of a state, as the rows of accumulators: all its products are of these columns alone, and each
-// result is the next product's left operand as it lies in registers. Half of a block's warps only
-// copy the next chunk to shared memory.
+// `prepare_chunks` computes inverse(1 + A), B and the factors of steps, for all chunks at once;
+// `scan_chunks` goes through a state's chunks, one after another. There a warp has 16 columns of a
+// state, as the rows of accumulators: all its products are of these columns alone, and each result
+// is the next product's left operand as it lies in registers. Half of a block's warps only copy the
+// next chunk to shared memory.
+//
+// The gradients: let dO be that of out, dS' that of the state behind a chunk. Then
+//
+//   dz = B^T dO + r exp(L - G) k dS'
+//   dv = inverse(1 + A)^T dz                    without the delta rule: dz
+//   dS = exp(L) dS' + (exp(G) q)^T dO - (exp(G) k)^T dv
+//
+// `scan_chunks` computes these, too, from the last chunk to the first one, after it has gone
+// through them without results, to keep each chunk's S, and z. The rest is chunk_gradients.cuh.
 //
 // States and sums are float32; operands of products, the state among them, are rounded to bfloat16.
 // The triangular matrix is inverted in float32.
@@ -31,12 +40,18 @@ namespace flexops::state_chunks {
 inline constexpr int kChunk = 64, kPrepareThreads = 128;
 inline constexpr float kLeastLogarithm = -100.0f;  // of a decay: its exponential is 0
 
+/// What a launch of `scan_chunks` does: results; without results, S of each chunk, and z in their
+/// place; or, where the values are dO, dv in their place, dS' of each chunk, and at last dS.
+enum class Way { results, keeping, backward };
+
 struct Params {
   StateScan scan;
-  u8* work;    // of each state and each chunk of the launch
-  i64 first;   // chunk of the launch
-  int chunks;  // of the launch
-  int parts;   // blocks of a state's columns
+  const float* initial;  // the state to begin with, as `scan.state` lies; null: zeros
+  u8* work;              // of each state and each chunk of the launch
+  bf16* states;          // what is kept of chunks: [batch, chunks, heads, columns, rows]
+  i64 first;             // chunk of the launch
+  int chunks;            // of the launch
+  int parts;             // blocks of a state's columns
   int stages;  // 2: the next chunk is copied while this one is computed; 1: there is no room
 };
 
@@ -46,7 +61,7 @@ using Square = Panels<kChunk, kChunk>;
 struct Work {
   static constexpr int kSystem = 0, kScores = Square::kBytes, kFactors = 2 * Square::kBytes,
                        kBytes = kFactors + 4 * kChunk * 4;
-  /// Of factors, those of each step: of k S, of q S, of u; and of S, the same for all steps.
+  /// Of factors, those of each step: of k S, of q S, of z; and of S, the same for all steps.
   static constexpr int kOfKeys = 0, kOfQueries = kChunk, kOfChange = 2 * kChunk,
                        kOfState = 3 * kChunk;
 };
@@ -114,6 +129,32 @@ FLEXOPS_DEVICE void join_blocks(Matrix a, float* between, int thread) {
   }
 }
 
+/// Of each step: the sum of decays' logarithms, in each warp of two; and the rate. For 64 threads.
+FLEXOPS_DEVICE void read_gates(const StateScan& s, i64 batch, i64 begin, int steps, i64 head,
+                               float* sums, float* rates) {
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  state_scan::Gate gate = {0.0f, 0.0f};
+  if (thread < steps) gate = state_scan::gate_of(s, batch, begin + thread, head);
+  float sum = gate.logarithm < kLeastLogarithm ? kLeastLogarithm : gate.logarithm;
+#pragma unroll
+  for (int ahead = 1; ahead < 32; ahead *= 2) {
+    const float other = shuffle(sum, lane - ahead);
+    if (lane >= ahead) sum += other;
+  }
+  sums[thread] = sum, rates[thread] = gate.rate;
+}
+
+/// What a row of q or k is multiplied with, for threads that have its vectors.
+template <class Tile>
+FLEXOPS_DEVICE float norm_factor(const u8* tile, int row, int vector, bool normalize) {
+  if (!normalize) return 1.0f;
+  float all[8], squares = 0.0f;
+  widen(all, load<bf16, 8>(tile + Tile::place(0, row, vector), 0));
+#pragma unroll
+  for (int i = 0; i < 8; ++i) squares = __fmaf_rn(all[i], all[i], squares);
+  return rsqrtf(warp_reduce<Tile::kColumns / 8>(squares, Sum()) + state_scan::kNormEpsilon);
+}
+
 template <int Rows, bool Delta>
 __global__ void __launch_bounds__(kPrepareThreads)
     prepare_chunks(const FLEXOPS_GRID_CONSTANT Params p) {
@@ -138,17 +179,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
   load_rows<Tile, kPrepareThreads>(tile_q, rows_of(s.q, s.of_q), s.of_q.step, steps, s.rows);
   load_rows<Tile, kPrepareThreads>(tile_k, rows_of(s.k, s.of_k), s.of_k.step, steps, s.rows);
   async_commit();
-  if (warp < 2) {
-    state_scan::Gate gate = {0.0f, 0.0f};
-    if (thread < steps) gate = state_scan::gate_of(s, batch, begin + thread, head);
-    float sum = gate.logarithm < kLeastLogarithm ? kLeastLogarithm : gate.logarithm;
-#pragma unroll
-    for (int ahead = 1; ahead < 32; ahead *= 2) {
-      const float other = shuffle(sum, lane - ahead);
-      if (lane >= ahead) sum += other;
-    }
-    sums[thread] = sum, rates[thread] = gate.rate;
-  }
+  if (warp < 2) read_gates(s, batch, begin, steps, head, sums, rates);
   async_wait<0>();
   __syncthreads();
   if (warp == 1) sums[thread] += sums[31];
@@ -156,15 +187,10 @@ __global__ void __launch_bounds__(kPrepareThreads)
   // Factors of rows of q and k.
   constexpr int kLanes = Rows / 8;  // of a row
   for (int row = thread / kLanes; row < kChunk; row += kPrepareThreads / kLanes) {
-    const auto factor = [&](u32 tile) {
-      if (!s.normalize) return 1.0f;
-      float all[8], squares = 0.0f;
-      widen(all, load<bf16, 8>(memory + (Tile::place(tile, row, thread % kLanes) - tile_q), 0));
-#pragma unroll
-      for (int i = 0; i < 8; ++i) squares = __fmaf_rn(all[i], all[i], squares);
-      return rsqrtf(warp_reduce<kLanes>(squares, Sum()) + state_scan::kNormEpsilon);
+    const auto factor = [&](const u8* tile) {
+      return norm_factor<Tile>(tile, row, thread % kLanes, s.normalize);
     };
-    const float q = factor(tile_q) * s.scale, k = factor(tile_k);
+    const float q = factor(memory) * s.scale, k = factor(memory + Tile::kBytes);
     if (thread % kLanes == 0) of_q[row] = q, of_k[row] = k;
   }
 
@@ -189,7 +215,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = 16 * warp + lane / 4 + 8 * half;
-    const float sum = sums[row], q = of_q[row], k = of_k[row] * rates[row];
+    const float sum = sums[row], q = of_q[row], k = of_k[row];
     u32 scores[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -198,11 +224,10 @@ __global__ void __launch_bounds__(kPrepareThreads)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int at = 4 * (i % 2) + 2 * half + c;
-        const float other = of_k[column + c];
         const float decay = column + c <= row ? expf(sum - sums[column + c]) : 0.0f;
-        const float rate = Delta ? 1.0f : rates[column + c];
-        score[c] = column + c <= row ? along_q[i / 2][at] * decay * q * other * rate : 0.0f;
-        entry[c] = column + c < row ? along_k[i / 2][at] * decay * k * other : 0.0f;
+        const float factor = decay * of_k[column + c] * rates[column + c];
+        score[c] = column + c <= row ? along_q[i / 2][at] * q * factor : 0.0f;
+        entry[c] = column + c < row ? along_k[i / 2][at] * k * factor : 0.0f;
       }
       scores[i] = pack2<bf16>(score[0], score[1]);
       if (Delta) store<float>(system[row], column, entry);
@@ -219,7 +244,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
     float* const factors = reinterpret_cast<float*>(work + Work::kFactors) + thread;
     factors[Work::kOfKeys] = expf(sum) * k;
     factors[Work::kOfQueries] = expf(sum) * of_q[thread];
-    factors[Work::kOfChange] = expf(all - sum) * k * (Delta ? 1.0f : rates[thread]);
+    factors[Work::kOfChange] = expf(all - sum) * k * rates[thread];
     factors[Work::kOfState] = expf(all);
   }
   if constexpr (Delta) {
@@ -234,7 +259,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
       const int row = thread / 8 + i * (kPrepareThreads / 8), column = thread % 8 * 8;
       float numbers[8];
 #pragma unroll
-      for (int c = 0; c < 8; ++c) numbers[c] = system[row][column + c] * rates[column + c];
+      for (int c = 0; c < 8; ++c) numbers[c] = system[row][column + c];
       store<bf16>(work + Work::kSystem, row * kChunk + column, numbers);
     }
   }
@@ -251,12 +276,20 @@ struct Stage {
                        kWork = kValues + Values::kBytes, kBytes = kWork + Work::kBytes;
 };
 
-template <int Rows, int Warps, bool Delta>
+/// Of accumulators of 16 columns of a state, or of values, a lane has columns lane / 4 and
+/// lane / 4 + 8, and rows, or steps, `pair`, the next one, and so on for every eight.
+FLEXOPS_DEVICE void round_to(u32 (&words)[4], const float (&numbers)[8]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] = pack2<bf16>(numbers[2 * i], numbers[2 * i + 1]);
+}
+
+template <int Rows, int Warps, bool Delta, Way way>
 __global__ void __launch_bounds__(64 * Warps, 1) scan_chunks(const FLEXOPS_GRID_CONSTANT Params p) {
   using S = Stage<Rows, Warps>;
   using Keys = typename S::Keys;
   using Values = typename S::Values;
   constexpr int kCopying = 32 * Warps, kThreads = 2 * kCopying;
+  constexpr bool kKeeping = way == Way::keeping, kBackward = way == Way::backward;
   __align__(1024) extern __shared__ u8 memory[];
   const u32 shared = static_cast<u32>(__cvta_generic_to_shared(memory));
   const StateScan& s = p.scan;
@@ -267,12 +300,14 @@ __global__ void __launch_bounds__(64 * Warps, 1) scan_chunks(const FLEXOPS_GRID_
   const auto steps_of = [&](int chunk) {
     return static_cast<int>(min(s.length - (p.first + chunk) * kChunk, i64{kChunk}));
   };
+  const auto chunk_of = [&](int turn) { return kBackward ? p.chunks - 1 - turn : turn; };
 
   if (thread < kCopying) {
-    const auto fetch = [&](int chunk) {
+    const auto fetch = [&](int turn) {
+      const int chunk = chunk_of(turn);
       const i64 begin = (p.first + chunk) * kChunk;
       const int steps = steps_of(chunk);
-      const u32 to = shared + chunk % p.stages * S::kBytes;
+      const u32 to = shared + turn % p.stages * S::kBytes;
       const auto rows_of = [&](const void* all, const ScanStrides& strides, u32 of) {
         return static_cast<const bf16*>(all) + batch * strides.batch + begin * strides.step +
                of * strides.head;
@@ -281,8 +316,9 @@ __global__ void __launch_bounds__(64 * Warps, 1) scan_chunks(const FLEXOPS_GRID_
           p.work + ((static_cast<i64>(batch) * p.chunks + chunk) * s.heads + head) * Work::kBytes;
       load_rows<Keys, kCopying>(to + S::kKeys, rows_of(s.k, s.of_k, group), s.of_k.step, steps,
                                 s.rows);
-      load_rows<Keys, kCopying>(to + S::kQueries, rows_of(s.q, s.of_q, group), s.of_q.step, steps,
-                                s.rows);
+      if (!kKeeping)
+        load_rows<Keys, kCopying>(to + S::kQueries, rows_of(s.q, s.of_q, group), s.of_q.step, steps,
+                                  s.rows);
       load_rows<Values, kCopying>(to + S::kValues, rows_of(s.v, s.of_v, head) + first_column,
                                   s.of_v.step, steps, s.columns - first_column);
       const auto square = [&](int at) {
@@ -290,7 +326,7 @@ __global__ void __launch_bounds__(64 * Warps, 1) scan_chunks(const FLEXOPS_GRID_
                                     kChunk, kChunk, kChunk);
       };
       if (Delta) square(Work::kSystem);
-      square(Work::kScores);
+      if (!kKeeping) square(Work::kScores);
       if (thread < kChunk)
         async_copy16(to + S::kWork + Work::kFactors + 16 * thread,
                      work + Work::kFactors + 16 * thread, true);
@@ -298,21 +334,19 @@ __global__ void __launch_bounds__(64 * Warps, 1) scan_chunks(const FLEXOPS_GRID_
     const bool ahead = p.stages > 1;
     fetch(0), async_commit();
 #pragma unroll 1
-    for (int chunk = 0; chunk < p.chunks; ++chunk) {
-      const bool more = chunk + 1 < p.chunks;
-      if (ahead && more) fetch(chunk + 1);
+    for (int turn = 0; turn < p.chunks; ++turn) {
+      const bool more = turn + 1 < p.chunks;
+      if (ahead && more) fetch(turn + 1);
       async_commit(), async_wait(ahead ? 1 : 0);
       barrier(1, kThreads);  // the chunk is there
       barrier(2, kThreads);  // it has been read
-      if (!ahead && more) fetch(chunk + 1);
+      if (!ahead && more) fetch(turn + 1);
     }
     return;
   }
 
-  // Of accumulators a lane has columns lane / 4 and lane / 4 + 8 of the state, or of values, and
-  // rows, or steps, lane % 4 * 2, the next one, and so on for every eight.
   const int own = first_column + 16 * warp + lane / 4, pair = lane % 4 * 2;
-  float* const state = s.state + batch * s.state_batch + head * s.state_head;
+  const i64 place = batch * s.state_batch + head * s.state_head;
   float now[Rows / 16][8];
   const auto transfer = [&](bool writes) {
 #pragma unroll
@@ -321,9 +355,9 @@ __global__ void __launch_bounds__(64 * Warps, 1) scan_chunks(const FLEXOPS_GRID_
       for (int j = 0; j < 8; ++j) {
         const int row = 16 * i + j / 4 * 8 + pair + j % 2, column = own + j / 2 % 2 * 8;
         const bool inside = row < s.rows && column < s.columns;
-        float* const at = state + row * s.state_row + column * s.state_column;
-        if (writes && inside) *at = now[i][j];
-        if (!writes) now[i][j] = inside ? *at : 0.0f;
+        const i64 at = place + row * s.state_row + column * s.state_column;
+        if (writes && inside) s.state[at] = now[i][j];
+        if (!writes) now[i][j] = inside && p.initial ? p.initial[at] : 0.0f;
       }
     }
   };
@@ -331,14 +365,34 @@ __global__ void __launch_bounds__(64 * Warps, 1) scan_chunks(const FLEXOPS_GRID_
   const float skip = s.skip.data ? state_scan::read_gate(s.skip, 0, 0, head) : 0.0f;
 
 #pragma unroll 1
-  for (int chunk = 0; chunk < p.chunks; ++chunk) {
-    const u32 stage = shared + chunk % p.stages * S::kBytes, keys = stage + S::kKeys,
+  for (int turn = 0; turn < p.chunks; ++turn) {
+    const int chunk = chunk_of(turn);
+    const u32 stage = shared + turn % p.stages * S::kBytes, keys = stage + S::kKeys,
               queries = stage + S::kQueries, values = stage + S::kValues,
               system = stage + S::kWork + Work::kSystem, scores = stage + S::kWork + Work::kScores;
     const float* const factors = reinterpret_cast<const float*>(
-        memory + chunk % p.stages * S::kBytes + S::kWork + Work::kFactors);
+        memory + turn % p.stages * S::kBytes + S::kWork + Work::kFactors);
+    if constexpr (way != Way::results) {
+      // the state's columns are rows of what is kept
+      const i64 of = (static_cast<i64>(batch) * p.chunks + chunk) * s.heads + head;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int column = own + 8 * half;
+        bf16* const to = p.states + (of * s.columns + column) * s.rows;
+#pragma unroll
+        for (int i = 0; i < Rows / 16; i += 2) {
+          u32 words[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float (&from)[8] = now[i + j / 2];
+            const int at = j % 2 * 4 + 2 * half;
+            words[j] = pack2<bf16>(from[at], from[at + 1]);
+          }
+          store_columns(to + 16 * i, words, s.rows - 16 * i, column < s.columns);
+        }
+      }
+    }
     barrier(1, kThreads);  // the chunk is there
-    // Of 16 steps a lane has four pairs: of steps `pair` and `pair` + 8, of two columns each.
     const auto scale_steps = [&](float (&at)[8], int tile, int which) {
 #pragma unroll
       for (int j = 0; j < 8; j += 4) {
@@ -347,10 +401,6 @@ __global__ void __launch_bounds__(64 * Warps, 1) scan_chunks(const FLEXOPS_GRID_
         for (int i = 0; i < 4; ++i) at[j + i] *= of.at[i % 2];
       }
     };
-    const auto round_to = [](u32(&words)[4], const float (&numbers)[8]) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) words[i] = pack2<bf16>(numbers[2 * i], numbers[2 * i + 1]);
-    };
     const auto read_values = [&](float (&to)[8], int tile) {
       u32 words[4];
       Values::load_left_transposed(words, values, 16 * tile, 16 * warp);
@@ -358,7 +408,7 @@ __global__ void __launch_bounds__(64 * Warps, 1) scan_chunks(const FLEXOPS_GRID_
       for (int i = 0; i < 8; ++i) to[i] = half_of<bf16>(words[i / 2], i % 2);
     };
 
-    // k S and q S
+    // k S and q S, or k dS'
     float change[4][8] = {}, result[4][8] = {};
 #pragma unroll
     for (int i = 0; i < Rows / 16; ++i) {
@@ -367,58 +417,108 @@ __global__ void __launch_bounds__(64 * Warps, 1) scan_chunks(const FLEXOPS_GRID_
 #pragma unroll
       for (int tile = 0; tile < 4; ++tile) {
         u32 right[4];
-        if (Delta) {
+        if (Delta || kBackward) {
           Keys::load_right(right, keys, 16 * tile, 16 * i);
           mma_pair<bf16>(change[tile], left, right);
         }
-        Keys::load_right(right, queries, 16 * tile, 16 * i);
-        mma_pair<bf16>(result[tile], left, right);
-      }
-    }
-    // u, or v, and the same for the next state
-    u32 changes[4][4], left[4][4];
-    if constexpr (Delta) {
-#pragma unroll
-      for (int tile = 0; tile < 4; ++tile) {
-        float wanted[8];
-        read_values(wanted, tile);
-        scale_steps(change[tile], tile, Work::kOfKeys);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) wanted[i] -= change[tile][i], change[tile][i] = 0.0f;
-        round_to(left[tile], wanted);
-      }
-#pragma unroll
-      for (int sum = 0; sum < 4; ++sum) {
-#pragma unroll
-        for (int tile = sum; tile < 4; ++tile) {
-          u32 right[4];
-          Square::load_right(right, system, 16 * tile, 16 * sum);
-          mma_pair<bf16>(change[tile], left[sum], right);
+        if (way == Way::results) {
+          Keys::load_right(right, queries, 16 * tile, 16 * i);
+          mma_pair<bf16>(result[tile], left, right);
         }
       }
+    }
+    const float kept = factors[Work::kOfState];
+    u32 changes[4][4], left[4][4];
+    if constexpr (kBackward) {
+      // dz, and dv; both products are with transposed matrices
+#pragma unroll
+      for (int tile = 0; tile < 4; ++tile) {
+        scale_steps(change[tile], tile, Work::kOfChange);
+        Values::load_left_transposed(left[tile], values, 16 * tile, 16 * warp);
+      }
+      const auto multiply = [&](float (&to)[4][8], u32 matrix) {
+#pragma unroll
+        for (int sum = 0; sum < 4; ++sum) {
+#pragma unroll
+          for (int tile = 0; tile <= sum; ++tile) {
+            u32 right[4];
+            Square::load_right_transposed(right, matrix, 16 * sum, 16 * tile);
+            mma_pair<bf16>(to[tile], left[sum], right);
+          }
+        }
+      };
+      multiply(change, scores);
+      if constexpr (Delta) {
+#pragma unroll
+        for (int tile = 0; tile < 4; ++tile) round_to(left[tile], change[tile]);
+        multiply(result, system);
+      } else {
+#pragma unroll
+        for (int tile = 0; tile < 4; ++tile) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) result[tile][i] = change[tile][i];
+        }
+      }
+#pragma unroll
+      for (int tile = 0; tile < 4; ++tile) {
+        float numbers[8];
+        read_values(numbers, tile);
+        scale_steps(numbers, tile, Work::kOfQueries);
+        round_to(changes[tile], numbers);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) numbers[i] = -result[tile][i];
+        scale_steps(numbers, tile, Work::kOfKeys);
+        round_to(left[tile], numbers);
+      }
     } else {
+      // z, and the same for the next state
+      if constexpr (Delta) {
 #pragma unroll
-      for (int tile = 0; tile < 4; ++tile) read_values(change[tile], tile);
-    }
+        for (int tile = 0; tile < 4; ++tile) {
+          float wanted[8];
+          read_values(wanted, tile);
+          scale_steps(change[tile], tile, Work::kOfKeys);
 #pragma unroll
-    for (int tile = 0; tile < 4; ++tile) {
-      round_to(changes[tile], change[tile]);
-      scale_steps(change[tile], tile, Work::kOfChange);
-      round_to(left[tile], change[tile]);
-      scale_steps(result[tile], tile, Work::kOfQueries);
-    }
-    // the results
+          for (int i = 0; i < 8; ++i) wanted[i] -= change[tile][i], change[tile][i] = 0.0f;
+          round_to(left[tile], wanted);
+        }
 #pragma unroll
-    for (int sum = 0; sum < 4; ++sum) {
+        for (int sum = 0; sum < 4; ++sum) {
 #pragma unroll
-      for (int tile = sum; tile < 4; ++tile) {
-        u32 right[4];
-        Square::load_right(right, scores, 16 * tile, 16 * sum);
-        mma_pair<bf16>(result[tile], changes[sum], right);
+          for (int tile = sum; tile < 4; ++tile) {
+            u32 right[4];
+            Square::load_right(right, system, 16 * tile, 16 * sum);
+            mma_pair<bf16>(change[tile], left[sum], right);
+          }
+        }
+      } else {
+#pragma unroll
+        for (int tile = 0; tile < 4; ++tile) read_values(change[tile], tile);
+      }
+#pragma unroll
+      for (int tile = 0; tile < 4; ++tile) {
+        round_to(changes[tile], change[tile]);
+        if (kKeeping) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) result[tile][i] = change[tile][i];
+        }
+        scale_steps(change[tile], tile, Work::kOfChange);
+        round_to(left[tile], change[tile]);
+        if (!kKeeping) scale_steps(result[tile], tile, Work::kOfQueries);
+      }
+      if constexpr (!kKeeping) {
+#pragma unroll
+        for (int sum = 0; sum < 4; ++sum) {
+#pragma unroll
+          for (int tile = sum; tile < 4; ++tile) {
+            u32 right[4];
+            Square::load_right(right, scores, 16 * tile, 16 * sum);
+            mma_pair<bf16>(result[tile], changes[sum], right);
+          }
+        }
       }
     }
     // the next state
-    const float kept = factors[Work::kOfState];
 #pragma unroll
     for (int i = 0; i < Rows / 16; ++i) {
 #pragma unroll
@@ -426,15 +526,22 @@ __global__ void __launch_bounds__(64 * Warps, 1) scan_chunks(const FLEXOPS_GRID_
 #pragma unroll
       for (int sum = 0; sum < 4; ++sum) {
         u32 right[4];
-        Keys::load_right_transposed(right, keys, 16 * sum, 16 * i);
-        mma_pair<bf16>(now[i], left[sum], right);
+        if (Delta || !kBackward) {
+          Keys::load_right_transposed(right, keys, 16 * sum, 16 * i);
+          mma_pair<bf16>(now[i], left[sum], right);
+        }
+        if (kBackward) {
+          Keys::load_right_transposed(right, queries, 16 * sum, 16 * i);
+          mma_pair<bf16>(now[i], changes[sum], right);
+        }
       }
     }
     const i64 begin = (p.first + chunk) * kChunk;
     const int steps = steps_of(chunk), column = first_column + 16 * warp + lane % 2 * 8;
 #pragma unroll
     for (int tile = 0; tile < 4; ++tile) {
-      if (s.skip.data) {
+      if (kKeeping && !Delta) break;  // z is v
+      if (!kKeeping && s.skip.data) {
         float own_values[8];
         read_values(own_values, tile);
 #pragma unroll
@@ -456,7 +563,7 @@ __global__ void __launch_bounds__(64 * Warps, 1) scan_chunks(const FLEXOPS_GRID_
     }
     barrier(2, kThreads);  // it has been read
   }
-  transfer(true);
+  if (!kKeeping && s.state) transfer(true);
 }
 
 }  // namespace flexops::state_chunks

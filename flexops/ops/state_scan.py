@@ -26,7 +26,17 @@ from ._declared import define
 from ._multi_tensor import increment_versions
 from ._register import caller, is_tracing, no_forward_mode
 from ._self_check import Make, checking
-from .state_chunks import CHUNKS, DELTA, GIVEN, SOFTPLUS, is_chunked, reference, scanned
+from .state_chunks import (
+    CHUNKS,
+    DELTA,
+    GIVEN,
+    SOFTPLUS,
+    differentiable,
+    has_gradients,
+    is_chunked,
+    reference,
+    scanned,
+)
 
 _MOST_ROWS, _VECTOR = 256, 8
 _STATES = (torch.float32, torch.float64)
@@ -67,8 +77,10 @@ def gated_delta_rule(
         TypeError: a tensor is not of the dtypes above.
         ValueError: shapes are not as above.
 
-    Differentiable; where a gradient is required, plain PyTorch computes it. So it does on a GPU
-    where ``K`` or ``V`` is no multiple of 8, and everywhere where ``K`` is more than 256.
+    Differentiable. Kernels compute gradients in bfloat16, on GPUs of 8.0 and newer, where ``K``
+    (at most 128) and ``V`` are multiples of 8: once, twice raises. Plain PyTorch computes the
+    others, and everything on a GPU where ``K`` or ``V`` is no multiple of 8, and everywhere where
+    ``K`` is more than 256.
     """
     where = "flexops.gated_delta_rule"
     shape, factor = _check(where, q, k, v, g, beta, scale)
@@ -79,7 +91,7 @@ def gated_delta_rule(
     arguments = (q, k, v, g, beta, None, None, None)
     said = (GIVEN, True, bool(use_qk_l2norm_in_kernel), factor, 0.0, math.inf)
     if _differentiates(where, *arguments, initial_state):
-        out, final = scanned(initial_state, *arguments, *said)
+        out, final = _differentiable(initial_state, *arguments, *said)
         return out, final if output_final_state else None
     state = _state(initial_state, shape, v)
     out = _run(state, *arguments, *said)
@@ -162,8 +174,10 @@ def mamba2_scan(
         TypeError: a tensor is not of the dtypes above.
         ValueError: shapes are not as above.
 
-    Differentiable; where a gradient is required, plain PyTorch computes it. So it does on a GPU
-    where ``N`` or ``P`` is no multiple of 8, and everywhere where ``N`` is more than 256.
+    Differentiable. Kernels compute gradients in bfloat16, on GPUs of 8.0 and newer, where ``N``
+    (at most 256; 128 on GPUs of 8.6, 8.9 and 12) and ``P`` are multiples of 8: once, twice raises.
+    Plain PyTorch computes the others, and everything on a GPU where ``N`` or ``P`` is no multiple
+    of 8, and everywhere where ``N`` is more than 256.
     """
     where = "flexops.mamba2_scan"
     shape = _check_mamba2(where, x, dt, A, B, C, D, dt_bias, dt_limit)
@@ -174,7 +188,7 @@ def mamba2_scan(
     arguments = _of_mamba2(x, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit)
     if _differentiates(where, *arguments, initial_states):
         before = None if initial_states is None else initial_states.mT
-        out, final = scanned(before, *arguments)
+        out, final = _differentiable(before, *arguments)
         return (out, final.mT) if return_final_states else out
     state = _state(initial_states, shape, x)
     out = _run(state.mT, *arguments)
@@ -340,6 +354,13 @@ def _differentiates(where: str, *arguments: Any) -> bool:
         return True
     tensors = (one for one in arguments if isinstance(one, Tensor))
     return torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+
+
+def _differentiable(state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
+    """The results and the last state."""
+    delta = arguments[6]  # behind decay, rate, a, bias, skip and gates
+    chunked = not is_transforming() and has_gradients(k.shape[-1], v, delta)
+    return (differentiable if chunked else scanned)(state, q, k, v, *arguments)
 
 
 def has_kernels(rows: int, columns: int, is_cuda: bool) -> bool:

@@ -21,7 +21,7 @@ from ..nn.linears import DTYPES
 from ..ops import state_scan
 from ..ops.causal_conv1d import MOST_TAPS, causal_conv1d
 from ..ops.causal_conv1d import causal_conv1d_update as update
-from ..ops.state_chunks import is_chunked
+from ..ops.state_chunks import has_gradients, is_chunked
 from . import delta_net
 from .forwards import rebind
 from .probe import Swap, difference, own_class
@@ -102,15 +102,20 @@ def convolution_step(original: Function) -> Function:
     return causal_conv1d_update
 
 
-def _scans(rows: Tensor, values: Tensor, *others: Any) -> bool:
-    """Whether kernels compute it: nothing that needs a gradient, which the original one computes in
-    fewer steps."""
+def _scans(rows: Tensor, values: Tensor) -> bool:
+    """Whether kernels compute it."""
     return (
         rows.dtype == values.dtype
         and values.dtype in DTYPES
         and state_scan.has_kernels(rows.shape[-1], values.shape[-1], values.is_cuda)
-        and not _needs_gradient(rows, values, *others)
     )
+
+
+def _differentiates(rows: Tensor, values: Tensor, delta: bool, *others: Any) -> bool:
+    """Whether kernels compute gradients, or none are needed: the original function computes them in
+    fewer steps than plain PyTorch does."""
+    needed = _needs_gradient(rows, values, *others)
+    return not needed or has_gradients(rows.shape[-1], values, delta)
 
 
 def _leaves_to(package: str, rows: Tensor, values: Tensor, delta: bool) -> bool:
@@ -159,11 +164,14 @@ def delta_rule(original: Function, *, in_place: bool = False) -> Function:
         normalize: Any = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
         other = any(kwargs.get(name) is not None for name in ("cu_seqlens", "scale"))
         other = other or _leaves_to("fla", query, value, delta=True)
-        if other or not _scans(query, value, key, g, beta, initial_state):
+        tensors = key, g, beta, initial_state
+        known = _scans(query, value) and _differentiates(query, value, True, *tensors)
+        if other or not known:
             named = {"initial_state": initial_state, "output_final_state": output_final_state}
             return original(query, key, value, g=g, beta=beta, **named, **normalize, **kwargs)
         state = initial_state
-        if in_place and state is not None and output_final_state and _is_kept(state):
+        writes = in_place and output_final_state and not _needs_gradient(query, value, *tensors)
+        if writes and state is not None and _is_kept(state):
             return state_scan.gated_delta_rule_update(state, *arguments, **normalize), state
         return state_scan.gated_delta_rule(
             *arguments,
@@ -199,7 +207,9 @@ def mamba2(original: Function) -> Function:
         tensors = _given(D=D, dt_bias=dt_bias, initial_states=initial_states)
         other = any(kwargs.get(name) is not None for name in ("z", "seq_idx"))
         other = other or _leaves_to("mamba_ssm", C, hidden_states, delta=False)
-        if other or not _scans(C, hidden_states, B, dt, A, *tensors.values()):
+        others = B, dt, A, *tensors.values()
+        known = _scans(C, hidden_states) and _differentiates(C, hidden_states, False, *others)
+        if other or not known:
             return original(hidden_states, dt, A, B, C, chunk_size, **tensors, **kwargs)
         options = ("dt_softplus", "dt_limit", "return_final_states")
         said = {name: kwargs[name] for name in options if name in kwargs}
@@ -230,7 +240,8 @@ def mamba2_step(original: Function) -> Function:
         if (
             kwargs
             or not (expanded and dt.stride(-1) == 0 and _is_kept(state))
-            or not _scans(c, x, B, dt, A, state, z, *tensors.values())
+            or not _scans(c, x)
+            or _needs_gradient(c, x, B, dt, A, state, z, *tensors.values())
         ):
             named = {"dt_softplus": dt_softplus, "z": z, **kwargs}
             return original(state, hidden_states, dt, A, B, C, **tensors, **named)

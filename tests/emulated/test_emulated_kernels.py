@@ -161,7 +161,9 @@ PARTS = {
     "recurrences whose state is a matrix":
         ("gpu/test_state_scan_gpu.py", "float64s and (1x1x2x8x8-2- or 64x72-17) and bfloat16", 4),
     "recurrences by chunks":
-        ("gpu/test_state_scan_gpu.py", "chunks and 1x2x4x64x72-200", 5),
+        ("gpu/test_state_scan_gpu.py", "chunks and 1x2x4x64x72-200 and not gradients", 5),
+    "gradients of recurrences by chunks":
+        ("gpu/test_state_scan_gpu.py", "gradients and (1x2x4x64x72-64-3 or mamba2 and 72-64)", 2),
     "the choice of tokens":
         ("ops/test_next_token.py", "cpu and not (600 or 128256 or torch.float16)", 27),
 }  # fmt: skip

@@ -3,11 +3,13 @@ and chunks against the models' own eager attention."""
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import test_apply
+import test_recurrence
 import test_vision
 import tiny
 import torch
@@ -15,6 +17,7 @@ import zoo
 from torch import Tensor
 
 import flexops
+from flexops.ops import state_scan
 from flexops.patching import attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("transformers_models")]
@@ -150,3 +153,28 @@ def test_packed_pictures_are_no_further_from_the_truth(name, monkeypatch):
     assert errors[1] < 1.3 * errors[0]
     assert len(calls) == 2  # one for each layer of the tower
     assert all(one["cu_seqlens_q"] is not None for one in calls)
+
+
+@pytest.mark.parametrize("name", ["olmo_hybrid", "bamba", "falcon_h1"])
+def test_kernels_compute_the_gradients_of_recurrences(name, monkeypatch):
+    """In training, of which not all steps fill a chunk; not further from float32 than
+    transformers."""
+    torch.manual_seed(0)
+    exact = test_recurrence.MODELS[name]().to(DEVICE).train()
+    ids = torch.randint(1, 61, (2, 150), device=DEVICE)
+
+    def gradient(model: Any) -> Tensor:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return torch.cat([one.grad.double().flatten() for one in model.parameters()])
+
+    plain = copy.deepcopy(exact).to(torch.bfloat16)
+    ours = copy.deepcopy(plain)
+    flexops.patch(ours)
+    theirs, wanted, calls = gradient(plain), gradient(exact), []
+    differentiable = state_scan.differentiable
+    monkeypatch.setattr(
+        state_scan, "differentiable", lambda *given: calls.append(1) or differentiable(*given)
+    )
+    found = gradient(ours)
+    assert calls
+    assert (found - wanted).norm() < 1.2 * (theirs - wanted).norm()

@@ -202,3 +202,133 @@ def test_chunks_of_many_states_take_several_launches():
     )
     assert far(out, wanted.cpu().double()) < 8e-3
     assert far(final, last.cpu().double()) < 8e-3
+
+
+# ---- gradients, by chunks ----
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows", "columns", "has"),
+    [
+        ((8, 0), 256, 64, (True, False)),
+        ((8, 6), 256, 64, (False, False)),
+        ((8, 6), 128, 64, (True, True)),
+        ((9, 0), 128, 60, (False, False)),
+        ((0, 0), 128, 64, (False, False)),
+    ],
+)
+def test_which_gradients_have_kernels(capability, rows, columns, has, monkeypatch):
+    """Without the delta rule, and with it: blocks of some GPUs have less memory."""
+    monkeypatch.setattr(state_chunks, "_capability", lambda _: capability)
+    v = torch.empty(1, 1, 1, columns, dtype=torch.bfloat16, device="cuda")
+    found = tuple(state_chunks.has_gradients(rows, v, delta) for delta in (False, True))
+    assert found == has
+    assert not state_chunks.has_gradients(rows, v.half(), False)
+    assert not state_chunks.has_gradients(rows, v[:0], False)
+
+
+def gradients(call, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of a sum of products with what is drawn, of both results."""
+    leaves = {name: one.detach().requires_grad_() for name, one in given.items()}
+    results = call(**leaves)
+    make = torch.Generator().manual_seed(5)
+    drawn = [torch.randn(one.shape, generator=make).to(torch.bfloat16) for one in results]
+    drawn = [way.to(one.device, one.dtype) for way, one in zip(drawn, results, strict=True)]
+    found = torch.autograd.grad(results, list(leaves.values()), drawn)
+    return dict(zip(leaves, found, strict=True))
+
+
+def check_gradients(ours, wanted, given: dict[str, torch.Tensor]) -> None:
+    """Against float64's; not by plain PyTorch, where there are kernels."""
+    rows = given.get("q", given.get("B")).shape[3]
+    values = given.get("v", given.get("x")).cuda()
+    with pytest.MonkeyPatch.context() as patch:
+        if state_chunks.has_gradients(rows, values, "q" in given):
+            patch.setattr(state_scan, "scanned", None)
+        found = gradients(ours, on("cuda", given))
+    expected = gradients(wanted, {name: one.double() for name, one in given.items()})
+    for name, one in found.items():
+        assert one.dtype == given[name].dtype
+        error = (one.cpu().double() - expected[name]).norm()
+        bound = 3e-2 if name == "g" else 1e-2  # sums of what nearly cancels out
+        assert error <= bound * expected[name].norm(), name
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.02, 3.0])
+@pytest.mark.parametrize("length", [1, 64, 200])
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 2, 8, 8), (1, 2, 4, 64, 72), (1, 1, 1, 128, 40)], ids=named
+)
+def test_gradients_of_chunks_of_the_delta_rule(shape, length, decay):
+    given = draw(shape, length, torch.bfloat16)
+    given["g"] = given["g"] / 3 * decay
+    named = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    check_gradients(
+        lambda **of: flexops.gated_delta_rule(**of, **named),
+        lambda **of: expected_delta(of, True, shape[3] ** -0.5),
+        given,
+    )
+
+
+@pytest.mark.parametrize("length", [1, 64, 200])
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 1, 4, 8, 8), (1, 2, 4, 64, 72), (1, 1, 2, 128, 40), (1, 1, 2, 256, 64)],
+    ids=named,
+)
+def test_gradients_of_chunks_of_mamba2(shape, length):
+    x, dt, A, B, C, more = mamba2(shape, length, torch.bfloat16)
+    tensors = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
+    tensors |= {name: more[name] for name in ("D", "dt_bias", "initial_states")}
+    said = {"dt_softplus": True, "dt_limit": (0.001, 0.1)}
+    check_gradients(
+        lambda **of: flexops.mamba2_scan(**of, **said, return_final_states=True),
+        lambda x, dt, A, B, C, **of: expected_mamba2(x, dt, A, B, C, of | said),
+        tensors,
+    )
+
+
+def test_gradients_of_blocks_of_64_columns():
+    """Where there are as many as multiprocessors; of heads that share q and k."""
+    given = draw((17, 2, 8, 32, 72), 100, torch.bfloat16)
+    named = {"output_final_state": True, "use_qk_l2norm_in_kernel": True, "scale": 0.1}
+    check_gradients(
+        lambda **of: flexops.gated_delta_rule(**of, **named),
+        lambda **of: expected_delta(of, True, 0.1),
+        given,
+    )
+
+
+def test_gradients_of_many_states_take_several_launches():
+    """So that what is kept of chunks needs 1 GiB at most."""
+    given = on("cuda", draw((300, 1, 32, 8, 8), 8 * 64, torch.bfloat16))
+
+    def call(**of: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return flexops.gated_delta_rule(**of, output_final_state=True)
+
+    def part(begin: int, end: int) -> tuple[torch.Tensor, ...]:
+        leaves = [one[begin:end].detach().requires_grad_() for one in given.values()]
+        results = call(**dict(zip(given, leaves, strict=True)))
+        return torch.autograd.grad(results, leaves, [one.detach() for one in results])
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    whole = part(0, 300)
+    own = sum(one.nbytes for one in given.values())
+    assert torch.cuda.max_memory_allocated() - before < (1 << 30) + 40 * own
+    for one, *parts in zip(whole, part(0, 140), part(140, 300), strict=True):
+        assert torch.equal(one, torch.cat(parts))
+
+
+def test_the_gradient_of_one_result():
+    """Of the others nothing is required."""
+    given = on("cuda", draw((1, 1, 2, 16, 24), 70, torch.bfloat16))
+    given["v"].requires_grad_()
+    out, final = flexops.gated_delta_rule(**given, output_final_state=True)
+    both = torch.autograd.grad((out.sum(), final.sum()), given["v"], retain_graph=True)
+    parts = [torch.autograd.grad(one.sum(), given["v"], retain_graph=True) for one in (out, final)]
+    torch.testing.assert_close(both[0], sum(one for (one,) in parts), rtol=2e-2, atol=2e-2)
+    (first,) = torch.autograd.grad(out.sum(), given["v"], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from contract import ISA_LEVELS, isa_limit
 from state_scan_cases import by_steps, draw, expected_delta, expected_mamba2, mamba2, near
 
 import flexops
-from flexops.ops import state_scan
+from flexops.ops import state_chunks, state_scan
 
 LENGTHS = (1, 2, 17, 64, 150)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -258,3 +259,47 @@ def test_states_that_no_kernel_has():
     wanted, _ = expected_delta(given, False, 300**-0.5)
     torch.testing.assert_close(out.double(), wanted, rtol=1e-3, atol=1e-3)
     assert state_scan._MOST_ROWS == 256
+
+
+@pytest.mark.parametrize("given_state", [False, True])
+@pytest.mark.parametrize("delta", [False, True])
+def test_the_operator_with_a_gradient(delta, given_state):
+    """That kernels of chunks have: of heads that share q and k, and of one result alone."""
+    given = draw((2, 2, 4, 16, 24), 70, torch.bfloat16)
+    if not given_state:
+        given.pop("initial_state")
+    skip = None if delta else torch.randn(4)
+    leaves = [one.requires_grad_() for one in (*given.values(), skip) if one is not None]
+
+    def run(function: Any) -> Any:
+        state = given.get("initial_state")
+        tensors = (given[name] for name in ("q", "k", "v", "g", "beta"))
+        return function(state, *tensors, None, None, skip, 0, delta, True, 0.25, 0.0, 1.0)
+
+    for which in ([0, 1], [0], [1]):
+        ours, wanted = (
+            torch.autograd.grad(
+                sum(run(function)[i].float().square().sum() for i in which),
+                leaves,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+            for function in (state_chunks.differentiable, state_chunks.scanned)
+        )
+        for one, other in zip(ours, wanted, strict=True):
+            assert one.dtype == other.dtype
+            assert (one - other).double().norm() <= 1e-2 * other.double().norm()
+
+
+def test_the_operators_with_a_gradient_are_as_they_say():
+    given = draw((2, 2, 4, 16, 24), 5, torch.bfloat16)
+    tensors = [given[name].requires_grad_() for name in ("q", "k", "v")]
+    tensors += [given[name].float().requires_grad_() for name in ("g", "beta")]
+    state = given["initial_state"].requires_grad_()
+    said = (None, state, True, True, 0.25)
+    torch.library.opcheck(torch.ops.flexops.state_chunks.default, (*tensors, *said))
+    grads = torch.ones_like(tensors[2]).contiguous(), torch.ones_like(state)
+    torch.library.opcheck(
+        torch.ops.flexops.state_chunks_backward.default,
+        (*grads, *(one.detach() for one in tensors), None, state.detach(), True, True, 0.25),
+    )

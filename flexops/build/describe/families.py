@@ -125,6 +125,19 @@ def _state_scan(values: Any) -> dict[str, Any]:
     }
 
 
+_STATE_CHUNKS = (
+    "Tensor q, Tensor k, Tensor v, Tensor decay, Tensor rate, Tensor? skip, Tensor? state, bool"
+    " delta, bool normalize, float scale"
+)
+_OF_STATE_CHUNKS: dict[str, Any] = {
+    "dtypes": {"q": "v", "k": "v", "v": "bfloat16", "state": "float32"}
+    | dict.fromkeys(("decay", "rate", "skip"), _FLOATS),
+    "strided": dict.fromkeys("qkv", "aligned columns")
+    | dict.fromkeys(("decay", "rate", "skip"), "any"),
+    "shapes": {"state": "v[0], v[2], q[3], v[3]"},
+}
+
+
 _MOVED: dict[str, Any] = {
     "dtypes": {"rows": _FLOATS, "inverse": "int32", "offsets": "int32", "weights": "float32"},
     "shapes": {"weights": "inverse"},
@@ -994,6 +1007,28 @@ CATALOG: tuple[OpSpec, ...] = (
     _family(
         "state_chunks",
         _op(f"state_chunks_({_STATE_SCAN}", **_state_scan("bfloat16")),
+        _op(
+            f"state_chunks({_STATE_CHUNKS}) {_PAIR}",
+            **_OF_STATE_CHUNKS,
+            outputs=(Output("v", "v"), Output("v[0], v[2], q[3], v[3]", "float32")),
+            gradient=True,
+        ),
+        _op(
+            f"state_chunks_backward(Tensor grad, Tensor last, {_STATE_CHUNKS}) -> (Tensor, Tensor,"
+            " Tensor, Tensor, Tensor, Tensor, Tensor)",
+            dtypes=_OF_STATE_CHUNKS["dtypes"] | {"grad": "v", "last": "float32"},
+            strided=_OF_STATE_CHUNKS["strided"],
+            shapes=_OF_STATE_CHUNKS["shapes"] | {"grad": "v", "last": "v[0], v[2], q[3], v[3]"},
+            outputs=(
+                Output("v[:-1], q[3]", "v"),
+                Output("v[:-1], q[3]", "v"),
+                Output("v", "v"),
+                Output("v[:-1]", "float32"),
+                Output("v[:-1]", "float32"),
+                Output("v[:-1]", "float32", when="skip"),
+                Output("state", "float32", when="state"),
+            ),
+        ),
         hip=False,
         least_capability=(8, 0),
     ),

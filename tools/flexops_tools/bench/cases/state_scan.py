@@ -1,4 +1,4 @@
-"""gated_delta_rule and mamba2_scan: sequences, and one step of decoding."""
+"""gated_delta_rule and mamba2_scan: sequences, their gradients, and one step of decoding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from flexops.ops import state_chunks
 from flexops.ops import state_scan as op
 
-from .case import Case, Setup, contenders, rotating
+from .case import Case, Family, Setup, contenders, rotating
 
 HEADS, KEY_HEADS, WIDTH = 32, 16, 128
 GROUPS, OF_HEAD = 1, 64
@@ -45,13 +45,19 @@ def _mamba2(setup: Setup, batch: int, length: int) -> tuple[Tensor, ...]:
 def _sequence(
     setup: Setup, name: str, length: int, arguments: tuple[Tensor, ...]
 ) -> Iterator[Case]:
+    functions = contenders(setup, *_FUNCTIONS[name])
     calls: dict[str, Callable[[], Any]] = {
-        label: partial(function, *arguments)
-        for label, function in contenders(setup, *_FUNCTIONS[name]).items()
+        label: partial(function, *arguments) for label, function in functions.items()
     }
     moved = sum(one.nbytes for one in arguments)
     what = f"{name} bf16 1x{length}, {HEADS} heads"
     yield Case("state_scan", name, what, "forward", moved, calls, "reads its arguments")
+    if setup.device == "cuda":  # where kernels compute gradients
+        words = "reads its arguments and the gradient twice, writes gradients"
+        numbers = tuple(range(len(arguments)))
+        yield Family("state_scan", setup).trained(
+            name, what, functions, arguments, numbers, (3 * moved, words)
+        )
 
 
 def _step(setup: Setup, name: str, batch: int, columns: int, draw: Any) -> Iterator[Case]:
