@@ -20,6 +20,7 @@ struct Params {
   void* out;  // of the forward pass, or x's gradient
   const float *weight, *bias;
   float* partial;
+  const int* sequences;  // of each step, the sequence that it belongs to; or null
   i64 length, channels;
   int run, runs;  // time steps of a thread; runs of a sequence
 };
@@ -28,14 +29,43 @@ FLEXOPS_DEVICE float sigmoid(float x) {
   return quick_reciprocal(1.0f + quick_exp2(-1.44269504088896341f * x));
 }
 
+/// The sequences of a window's steps, where several are packed.
+template <bool Packed>
+struct Sequences {
+  int of[kTaps - 1 + kAhead];
+
+  /// The steps before `step`.
+  FLEXOPS_DEVICE void read_window(const int* from, i64 step) {
+#pragma unroll
+    for (int k = 0; k + 1 < kTaps; ++k) {
+      const i64 at = step - kTaps + 1 + k;
+      of[k] = at >= 0 ? from[at] : 0;  // there x is 0
+    }
+  }
+  /// The next ones, of which some exist.
+  FLEXOPS_DEVICE void read(const int* from, int some) {
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) of[kTaps - 1 + k] = k < some ? from[k] : 0;
+  }
+  FLEXOPS_DEVICE void shift() {
+#pragma unroll
+    for (int k = 0; Packed && k + 1 < kTaps; ++k) of[k] = of[k + kAhead];
+  }
+  /// Whether two steps of the window belong together.
+  FLEXOPS_DEVICE bool same(int one, int other) const { return !Packed || of[one] == of[other]; }
+};
+
 /// The filter's result for the window that begins at step k.
-template <int N>
+template <int N, bool Packed>
 FLEXOPS_DEVICE float filtered(const float (&weight)[kTaps][N],
-                              const float (&window)[kTaps - 1 + kAhead][N], float bias, int k,
-                              int i) {
+                              const float (&window)[kTaps - 1 + kAhead][N],
+                              const Sequences<Packed>& sequences, float bias, int k, int i) {
   float sum = bias;
 #pragma unroll
-  for (int tap = 0; tap < kTaps; ++tap) sum = __fmaf_rn(weight[tap][i], window[k + tap][i], sum);
+  for (int tap = 0; tap < kTaps; ++tap) {
+    if (sequences.same(k + tap, k + kTaps - 1))
+      sum = __fmaf_rn(weight[tap][i], window[k + tap][i], sum);
+  }
   return sum;
 }
 
@@ -84,10 +114,14 @@ struct Place {
         begin(static_cast<i64>(blockIdx.x % static_cast<u32>(p.runs)) * p.run),
         end(begin + p.run < p.length ? begin + p.run : p.length),
         offset(blockIdx.x / static_cast<u32>(p.runs) * p.length * p.channels + channel) {}
+
+  FLEXOPS_DEVICE const int* sequences(const Params& p) const {
+    return p.sequences + blockIdx.x / static_cast<u32>(p.runs) * p.length;
+  }
 };
 
 /// A thread has N neighbouring channels.
-template <typename T, int N, bool Silu>
+template <typename T, int N, bool Silu, bool Packed>
 __global__ void __launch_bounds__(kThreads)
     causal_conv1d_forward(const FLEXOPS_GRID_CONSTANT Params p) {
   const Place<N> at(p);
@@ -98,6 +132,9 @@ __global__ void __launch_bounds__(kThreads)
   read_filter(p, at.channel, weight, bias);
   read_window(p, x, at.begin, window);
   Raw<T, N> ahead[kAhead];
+  Sequences<Packed> sequences;
+  const int* steps = Packed ? at.sequences(p) : nullptr;
+  if (Packed) sequences.read_window(steps, at.begin), steps += at.begin;
   x += at.begin * p.channels;
   int left = static_cast<int>(at.end - at.begin);
   const auto fetch = [&](int steps) {
@@ -111,23 +148,24 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) widen(window[kTaps - 1 + k], ahead[k]);
     fetch(left - kAhead);  // while these steps are computed
+    if (Packed) sequences.read(steps, left), steps += kAhead;
 #pragma unroll
     for (int k = 0; k < kAhead; ++k, out += p.channels) {
       float y[N];
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        y[i] = filtered(weight, window, bias[i], k, i);
+        y[i] = filtered(weight, window, sequences, bias[i], k, i);
         if (Silu) y[i] *= sigmoid(y[i]);
       }
       if (k < left) store<T, Cache::streaming>(out, 0, y);
     }
-    shift(window);
+    shift(window), sequences.shift();
   }
 }
 
 /// x's gradient for a run, and the run's part of those of weight and bias. The steps behind the run
 /// are computed too: its last inputs reach them.
-template <typename T, int N, bool Silu>
+template <typename T, int N, bool Silu, bool Packed>
 __global__ void __launch_bounds__(kThreads)
     causal_conv1d_gradient(const FLEXOPS_GRID_CONSTANT Params p) {
   const Place<N> at(p);
@@ -141,6 +179,9 @@ __global__ void __launch_bounds__(kThreads)
   float of_weight[kTaps][N] = {}, of_bias[N] = {};
   read_filter(p, at.channel, weight, bias);
   read_window(p, x, at.begin, window);
+  Sequences<Packed> sequences;
+  const int* steps = Packed ? at.sequences(p) : nullptr;
+  if (Packed) sequences.read_window(steps, at.begin), steps += at.begin;
   x += at.begin * p.channels;
   // Loads and stores are predicated, without a branch: gradients of steps that do not exist are
   // zeros.
@@ -164,6 +205,7 @@ __global__ void __launch_bounds__(kThreads)
       widen(inner[kTaps - 1 + k], next_grad[k]);
     }
     fetch(from + kAhead);  // while these steps are computed
+    if (Packed) sequences.read(steps, readable - from), steps += kAhead;
 #pragma unroll
     for (int k = 0; k < kAhead; ++k, out += p.channels) {
       float y[N];
@@ -171,21 +213,23 @@ __global__ void __launch_bounds__(kThreads)
       for (int i = 0; i < N; ++i) {
         float& g = inner[kTaps - 1 + k][i];
         if (Silu) {
-          const float z = filtered(weight, window, bias[i], k, i), s = sigmoid(z);
+          const float z = filtered(weight, window, sequences, bias[i], k, i), s = sigmoid(z);
           g *= s * __fmaf_rn(z, 1.0f - s, 1.0f);
         }
         if (own) of_bias[i] += g;
         y[i] = 0.0f;
 #pragma unroll
         for (int tap = 0; tap < kTaps; ++tap) {
-          if (own) of_weight[tap][i] = __fmaf_rn(g, window[k + tap][i], of_weight[tap][i]);
-          y[i] = __fmaf_rn(weight[kTaps - 1 - tap][i], inner[k + tap][i], y[i]);
+          if (own && sequences.same(k + tap, k + kTaps - 1))
+            of_weight[tap][i] = __fmaf_rn(g, window[k + tap][i], of_weight[tap][i]);
+          if (sequences.same(k, k + tap))
+            y[i] = __fmaf_rn(weight[kTaps - 1 - tap][i], inner[k + tap][i], y[i]);
         }
       }
       const int step = from + k - kTaps + 1;
       if (step >= 0 && step < length) store<T, Cache::streaming>(out, 0, y);
     }
-    shift(window), shift(inner);
+    shift(window), shift(inner), sequences.shift();
   }
   // The run's sums.
   float* partial = p.partial + static_cast<i64>(blockIdx.x) * (kTaps + 1) * p.channels + at.channel;

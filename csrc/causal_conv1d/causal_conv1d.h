@@ -17,6 +17,7 @@ struct ConvShape {
   int64_t batch, length, channels;
   ElementType type;
   bool silu;
+  const int* sequences;  // [batch, length]: which sequence a step belongs to; null: one each
 };
 
 /// float32: weight [kConvTaps, channels]; bias [channels], or null.

@@ -33,6 +33,23 @@ struct Window {
   }
 };
 
+alignas(64) static const float kNothing[kRowBlock] = {};
+
+/// The window's rows, but for those of other sequences than the newest one's.
+struct Rows {
+  const float* of[kConvTaps];
+
+  Rows(const Window& window, const ConvShape& shape, int64_t sequence, int64_t step) {
+    const int* const sequences =
+        shape.sequences ? shape.sequences + sequence * shape.length + step : nullptr;
+    for (int k = 0; k < kConvTaps; ++k) {
+      const int64_t before = kConvTaps - 1 - k;
+      const bool same = !sequences || step < before || sequences[-before] == *sequences;
+      of[k] = same ? window.rows[k] : kNothing;
+    }
+  }
+};
+
 /// The sum of weight[k] * rows[k] for `some` channels from i on.
 static inline Floats filter_lanes(const float* const (&rows)[kConvTaps], const float* weight,
                                   int64_t channels, int64_t i, int64_t some, Floats sum) {
@@ -43,12 +60,12 @@ static inline Floats filter_lanes(const float* const (&rows)[kConvTaps], const f
 }
 
 /// The filter's results for the window.
-static void filter_block(const Window& window, const ConvFilter& filter, int64_t at, int64_t count,
+static void filter_block(const Rows& rows, const ConvFilter& filter, int64_t at, int64_t count,
                          const ConvShape& shape, float* out) {
   for (int64_t i = 0; i < count; i += kLanes) {
     const int64_t some = least(count - i, kLanes);
     Floats y = filter.bias ? load_up_to(filter.bias + at + i, some) : Floats{};
-    y = filter_lanes(window.rows, filter.weight + at, shape.channels, i, some, y);
+    y = filter_lanes(rows.of, filter.weight + at, shape.channels, i, some, y);
     store_up_to(out + i, shape.silu ? y / (exponential(-y) + 1.0f) : y, some);
   }
 }
@@ -64,21 +81,21 @@ void causal_conv1d_cpu(const void* x, const ConvFilter& filter, void* out, const
       if (row == begin || step == 0) window.start(x, sequence, step, at, count, shape);
       window.advance(x, sequence, step, at, count, shape);
       float* const to = place_in_row(out, row * shape.channels + at, shape.type, results);
-      filter_block(window, filter, at, count, shape, to);
+      filter_block(Rows(window, shape, sequence, step), filter, at, count, shape, to);
       narrow(to, out, row * shape.channels + at, count, shape.type);
     }
   }
 }
 
 /// The gradients of the filter's results for the window.
-static void inner_block(const float* upstream, const Window& window, const ConvFilter& filter,
+static void inner_block(const float* upstream, const Rows& rows, const ConvFilter& filter,
                         int64_t at, int64_t count, const ConvShape& shape, float* out) {
   for (int64_t i = 0; i < count; i += kLanes) {
     const int64_t some = least(count - i, kLanes);
     Floats grad = load_up_to(upstream + i, some);
     if (shape.silu) {
       Floats y = filter.bias ? load_up_to(filter.bias + at + i, some) : Floats{};
-      y = filter_lanes(window.rows, filter.weight + at, shape.channels, i, some, y);
+      y = filter_lanes(rows.of, filter.weight + at, shape.channels, i, some, y);
       const Floats sigmoid = 1.0f / (exponential(-y) + 1.0f);
       grad *= sigmoid * (1.0f + y * (1.0f - sigmoid));
     }
@@ -87,14 +104,14 @@ static void inner_block(const float* upstream, const Window& window, const ConvF
 }
 
 /// sums += the gradients of weight and bias for the window.
-static void add_gradients(const float* inner, const Window& window, int64_t count, int64_t channels,
+static void add_gradients(const float* inner, const Rows& rows, int64_t count, int64_t channels,
                           float* sums) {
   for (int64_t i = 0; i < count; i += kLanes) {
     const int64_t some = least(count - i, kLanes);
     const Floats grad = load_up_to(inner + i, some);
     for (int k = 0; k <= kConvTaps; ++k) {
       float* const sum = sums + k * channels + i;
-      const Floats more = k < kConvTaps ? grad * load_up_to(window.rows[k] + i, some) : grad;
+      const Floats more = k < kConvTaps ? grad * load_up_to(rows.of[k] + i, some) : grad;
       store_up_to(sum, load_up_to(sum, some) + more, some);
     }
   }
@@ -120,18 +137,24 @@ void causal_conv1d_backward_cpu(const void* grad, const void* x, const ConvFilte
         if (step < shape.length) {
           const int64_t offset = (sequence * shape.length + step) * channels + at;
           window.advance(x, sequence, step, at, count, shape);
-          inner_block(widen(grad, offset, count, shape.type, buffer), window, filter, at, count,
+          const Rows rows(window, shape, sequence, step);
+          inner_block(widen(grad, offset, count, shape.type, buffer), rows, filter, at, count,
                       shape, now);
+          if (step < last) add_gradients(now, rows, count, channels, sums);
         } else {
           memset(now, 0, bytes);
         }
-        if (step < last) add_gradients(now, window, count, channels, sums);
         const int64_t made = step - kConvTaps + 1;  // the step whose gradient is complete
         if (made < first) continue;
         const int64_t offset = (sequence * shape.length + made) * channels + at;
         float* const to = place_in_row(x_grad, offset, shape.type, results);
         const float* behind[kConvTaps];
-        for (int k = 0; k < kConvTaps; ++k) behind[k] = inner[(step - k) % kConvTaps];
+        for (int k = 0; k < kConvTaps; ++k) {
+          const int64_t later = step - k;
+          const int* const own = shape.sequences + sequence * shape.length;
+          const bool same = !shape.sequences || later >= shape.length || own[made] == own[later];
+          behind[k] = same ? inner[later % kConvTaps] : kNothing;
+        }
         for (int64_t i = 0; i < count; i += kLanes) {
           const int64_t some = least(count - i, kLanes);
           store_up_to(to + i, filter_lanes(behind, filter.weight + at, channels, i, some, Floats{}),

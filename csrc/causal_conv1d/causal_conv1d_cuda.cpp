@@ -19,7 +19,7 @@ Params make_params(const void* x, const ConvFilter& filter, void* out, int64_t r
                    const ConvShape& shape) {
   Params p = {};
   p.x = x, p.out = out, p.weight = filter.weight, p.bias = filter.bias;
-  p.length = shape.length, p.channels = shape.channels;
+  p.length = shape.length, p.channels = shape.channels, p.sequences = shape.sequences;
   p.run = static_cast<int>(run), p.runs = static_cast<int>(ceil_div(shape.length, run));
   return p;
 }
@@ -31,9 +31,14 @@ void launch_runs(const Params& p, int64_t batch, void* stream) {
       blocks(batch * p.runs, ceil_div(ceil_div(p.channels, N), causal_conv1d::kThreads)),
       {causal_conv1d::kThreads},
       stream};
+  using namespace causal_conv1d;
   if (p.partial)
-    return launch(kernel<causal_conv1d::causal_conv1d_gradient<T, N, Silu>>, config, p);
-  launch(kernel<causal_conv1d::causal_conv1d_forward<T, N, Silu>>, config, p);
+    return launch(p.sequences ? rare_kernel<causal_conv1d_gradient<T, N, Silu, true>>
+                              : kernel<causal_conv1d_gradient<T, N, Silu, false>>,
+                  config, p);
+  launch(p.sequences ? rare_kernel<causal_conv1d_forward<T, N, Silu, true>>
+                     : kernel<causal_conv1d_forward<T, N, Silu, false>>,
+         config, p);
 }
 
 template <typename T>

@@ -8,15 +8,17 @@
 
 namespace flexops {
 
-inline ConvShape conv_shape(Host& host, const TensorView& x, bool silu) {
+inline ConvShape conv_shape(Host& host, const TensorView& x, const TensorView& sequences,
+                            bool silu) {
   FLEXOPS_CHECK(x.dim == 3, host.op, ": x must be [batch, length, channels], got shape ",
                 shape_text(x));
-  return {x.size(0), x.size(1), x.size(2), element_type(x), silu};
+  return {x.size(0), x.size(1), x.size(2), element_type(x), silu, sequences.as<int>()};
 }
 
 inline void causal_conv1d_host(Host& host, const TensorView& x, const TensorView& weight,
-                               const TensorView& bias, bool silu, const TensorView& out) {
-  const ConvShape shape = conv_shape(host, x, silu);
+                               const TensorView& bias, const TensorView& sequences, bool silu,
+                               const TensorView& out) {
+  const ConvShape shape = conv_shape(host, x, sequences, silu);
   const ConvFilter filter = {weight.as<float>(), bias.as<float>()};
   if (x.numel == 0) return;
   if (FLEXOPS_DEVICE_CUDA)
@@ -28,9 +30,10 @@ inline void causal_conv1d_host(Host& host, const TensorView& x, const TensorView
 }
 
 inline void causal_conv1d_backward_host(Host& host, const TensorView& grad, const TensorView& x,
-                                        const TensorView& weight, const TensorView& bias, bool silu,
+                                        const TensorView& weight, const TensorView& bias,
+                                        const TensorView& sequences, bool silu,
                                         const TensorView& x_grad, const TensorView& sums) {
-  const ConvShape shape = conv_shape(host, x, silu);
+  const ConvShape shape = conv_shape(host, x, sequences, silu);
   const ConvFilter filter = {weight.as<float>(), bias.as<float>()};
   if (sums.numel == 0) return;
   int64_t run = 128;

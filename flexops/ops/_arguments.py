@@ -105,6 +105,14 @@ def check_shape(
         )
 
 
+def check_sequences(where: str, seq_idx: Any, name: str, like: Tensor) -> None:
+    """Raise unless it says which sequence each step of ``like``, ``[batch, length, ...]``, belongs
+    to."""
+    check_tensor(where, "seq_idx", seq_idx, (torch.int32, torch.int64))
+    check_device(where, "seq_idx", seq_idx, name, like)
+    check_shape(where, "seq_idx", seq_idx, list(like.shape[:2]))
+
+
 def check_device(op: str, name: str, tensor: Tensor, of: str, other: Tensor) -> None:
     """Raise unless both are on one device."""
     if tensor.device != other.device:

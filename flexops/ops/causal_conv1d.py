@@ -5,7 +5,8 @@ Each channel ``d`` of ``x`` has a filter of ``W`` taps::
 
     out[b, d, t] = activation(bias[d] + sum(weight[d, k] * x[b, d, t - W + 1 + k] for each k < W))
 
-where ``x`` is 0 before its first step, or what ``initial_states`` says. Everything is computed in
+where ``x`` is 0 before its first step, or what ``initial_states`` says. Where several sequences are
+packed into one, it is 0 before the first step of each. Everything is computed in
 float32, whatever the dtype of ``x``.
 """
 
@@ -17,7 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._arguments import ANY_FLOAT, check_device, check_shape, check_tensor, wide
+from ._arguments import (
+    ANY_FLOAT,
+    check_device,
+    check_sequences,
+    check_shape,
+    check_tensor,
+    wide,
+)
 from ._declared import define
 from ._multi_tensor import increment_versions
 from ._register import caller
@@ -35,6 +43,7 @@ def causal_conv1d(
     activation: str | None = None,
     initial_states: Tensor | None = None,
     return_final_states: Literal[False] = False,
+    seq_idx: Tensor | None = None,
 ) -> Tensor: ...
 @overload
 def causal_conv1d(
@@ -45,6 +54,7 @@ def causal_conv1d(
     activation: str | None = None,
     initial_states: Tensor | None = None,
     return_final_states: bool = False,
+    seq_idx: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def causal_conv1d(
     x: Tensor,
@@ -54,6 +64,7 @@ def causal_conv1d(
     activation: str | None = None,
     initial_states: Tensor | None = None,
     return_final_states: bool = False,
+    seq_idx: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The causal depthwise convolution, with the activation, in one pass. Formula: see the module.
 
@@ -65,6 +76,8 @@ def causal_conv1d(
         activation: "silu" (or "swish"), or None.
         initial_states: ``[B, D, W - 1]``: the steps before ``x``; None for zeros.
         return_final_states: also return the last ``W - 1`` steps of ``initial_states`` and ``x``.
+        seq_idx: integers ``[B, L]``: which sequence each step belongs to, where several are packed
+            one behind the other. Nothing of another sequence is in a result.
 
     Returns:
         ``[B, D, L]`` of the dtype of ``x``, with neighbouring channels in memory; with
@@ -84,6 +97,15 @@ def causal_conv1d(
             f"{where} weight must have 1 to {MOST_TAPS} taps, got shape {_shape(weight)}"
         )
     rows, before = x.transpose(1, 2), 0
+    sequences = None
+    if seq_idx is not None:
+        if initial_states is not None or return_final_states:
+            raise ValueError(
+                f"{where} seq_idx says that several sequences are packed: there are no"
+                " initial_states and final states of them; leave these out"
+            )
+        check_sequences(where[:-1], seq_idx, "x", x.transpose(1, 2))
+        sequences = seq_idx.int().contiguous()
     if initial_states is not None:
         check_tensor(where[:-1], "initial_states", initial_states, ANY_FLOAT)
         check_device(where[:-1], "initial_states", initial_states, "x", x)
@@ -94,7 +116,7 @@ def causal_conv1d(
     taps = weight.t().to(dtype, memory_format=torch.contiguous_format)  # one kernel
     taps = (taps if width == MOST_TAPS else F.pad(taps, (0, 0, MOST_TAPS - width, 0))).contiguous()
     offset = None if bias is None else wide(bias)
-    out: Tensor = _CALL(rows, taps, offset, silu)[:, before:].transpose(1, 2)
+    out: Tensor = _CALL(rows, taps, offset, sequences, silu)[:, before:].transpose(1, 2)
     if not return_final_states:
         return out
     last = rows[:, max(rows.shape[1] - width + 1, 0) :]
@@ -169,35 +191,50 @@ def _shape(tensor: Tensor) -> list[int]:
 # ---- the ops: x, [B, L, D]; weight, [4, D] ----
 
 
-def _filtered(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _from(x: Tensor, before: int, sequences: Tensor | None) -> Tensor:
+    """What lies so many steps before each step of ``[B, L, D]``, or behind it; 0 where nothing is,
+    or another sequence."""
+    moved = torch.roll(x, before, 1)
+    places = torch.arange(x.shape[1], device=x.device) - before
+    kept = (places >= 0) & (places < x.shape[1])
+    if sequences is not None:
+        kept = kept & (sequences == torch.roll(sequences, before, 1))
+    return torch.where(kept[..., None], moved, 0)
+
+
+def _filtered(x: Tensor, weight: Tensor, bias: Tensor | None, sequences: Tensor | None) -> Tensor:
     """``x`` is wide."""
-    padded = F.pad(x, (0, 0, MOST_TAPS - 1, 0))
-    length = x.shape[1]
-    out = sum(padded[:, k : k + length] * weight[k] for k in range(MOST_TAPS))
+    out = sum(_from(x, MOST_TAPS - 1 - k, sequences) * weight[k] for k in range(MOST_TAPS))
     assert isinstance(out, Tensor)
     return out if bias is None else out + bias
 
 
-def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-    out = _filtered(wide(x), weight, bias)
+def _reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sequences: Tensor | None, silu: bool
+) -> Tensor:
+    out = _filtered(wide(x), weight, bias, sequences)
     return (F.silu(out) if silu else out).to(x.dtype).contiguous()
 
 
 def _backward_reference(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sequences: Tensor | None,
+    silu: bool,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of ``x``, and of weight and bias."""
     values, inner = wide(x), wide(grad)
     if silu:
-        y = _filtered(values, weight, bias)
+        y = _filtered(values, weight, bias, sequences)
         sigmoid = torch.sigmoid(y)
         inner = inner * (sigmoid * (1 + y * (1 - sigmoid)))
-    length = x.shape[1]
-    behind = F.pad(inner, (0, 0, 0, MOST_TAPS - 1))
-    of_x = sum(behind[:, MOST_TAPS - 1 - k :][:, :length] * weight[k] for k in range(MOST_TAPS))
-    before = F.pad(values, (0, 0, MOST_TAPS - 1, 0))
-    sums = [(before[:, k : k + length] * inner).sum((0, 1)) for k in range(MOST_TAPS)]
-    assert isinstance(of_x, Tensor)
+    of_x, sums = torch.zeros_like(inner), []
+    for k in range(MOST_TAPS):
+        before = MOST_TAPS - 1 - k
+        of_x = of_x + _from(inner, -before, sequences) * weight[k]
+        sums.append((_from(values, before, sequences) * inner).sum((0, 1)))
     return of_x.to(x.dtype).contiguous(), torch.stack([*sums, inner.sum((0, 1))])
 
 
@@ -214,18 +251,19 @@ def _update_reference(
 
 
 def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, bias = ctx.saved_tensors  # type: ignore[attr-defined]
+    x, weight, bias, sequences = ctx.saved_tensors  # type: ignore[attr-defined]
     of_x, sums = torch.ops.flexops.causal_conv1d_backward.default(
         grad,
         x,
         weight,
         bias,
+        sequences,
         ctx.silu,  # type: ignore[attr-defined]
     )
     return of_x, sums[:MOST_TAPS], None if bias is None else sums[MOST_TAPS]
 
 
-define("causal_conv1d", _reference, saves=("x", "weight", "bias"), backward=_backward)
+define("causal_conv1d", _reference, saves=("x", "weight", "bias", "sequences"), backward=_backward)
 define("causal_conv1d_backward", _backward_reference)
 define("causal_conv1d_update_", _update_reference, function="causal_conv1d_update")
 _CALL = caller(torch.ops.flexops.causal_conv1d.default)
@@ -236,12 +274,13 @@ _UPDATE = caller(torch.ops.flexops.causal_conv1d_update_.default)
 def self_check(make: Make) -> Any:
     """The convolution, its gradient, and a step, which writes the state."""
     x, grad, state = make(2, 150, 24), make(2, 150, 24), make(2, 24, 4)
-    known = make(4, 24), make(24), True
+    weight, bias = make(4, 24), make(24)
     ops = torch.ops.flexops
-    step = x[:, :3].transpose(1, 2), known[0].t().contiguous(), *known[1:]
+    step = x[:, :3].transpose(1, 2), weight.t().contiguous(), bias, True
+    packed = torch.arange(300, dtype=torch.int32, device=x.device).view(2, 150) // 7
     return (
-        ops.causal_conv1d(x, *known),
-        ops.causal_conv1d_backward(grad, x, *known),
+        *(ops.causal_conv1d(x, weight, bias, of, True) for of in (None, packed)),
+        *(ops.causal_conv1d_backward(grad, x, weight, bias, of, True) for of in (None, packed)),
         ops.causal_conv1d_update_(state, *step),
         state,
     )

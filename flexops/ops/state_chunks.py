@@ -184,7 +184,7 @@ def scanned(
     out = torch.cat(results, 2).transpose(1, 2) if results else wide(v)
     if skip is not None:
         out = out + wide(skip)[:, None] * wide(v)
-    return out.to(v.dtype, memory_format=torch.contiguous_format), now
+    return out.to(v.dtype).contiguous(), now
 
 
 def reference(state: Tensor, *arguments: Any) -> Tensor:

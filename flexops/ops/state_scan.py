@@ -21,7 +21,15 @@ import torch
 from torch import Tensor
 
 from .._torch import forward_mode, is_transforming
-from ._arguments import ANY_FLOAT, check_device, check_shape, check_tensor, number, wide
+from ._arguments import (
+    ANY_FLOAT,
+    check_device,
+    check_sequences,
+    check_shape,
+    check_tensor,
+    number,
+    wide,
+)
 from ._declared import define
 from ._multi_tensor import increment_versions
 from ._register import caller, is_tracing, no_forward_mode
@@ -53,6 +61,7 @@ def gated_delta_rule(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Linear attention by the gated delta rule, over whole sequences. Formula: see the module; the
     decay of a step is ``exp(g)``, its rate ``beta``. Arguments are those of flash-linear-attention.
@@ -68,6 +77,9 @@ def gated_delta_rule(
         output_final_state: also return the last state.
         use_qk_l2norm_in_kernel: first divide each row of ``q`` and of ``k`` by
             ``sqrt(sum of squares + 1e-6)``.
+        cu_seqlens: integers ``[sequences + 1]``, ascending from 0 to ``length``: where sequences
+            begin that are packed one behind the other, in a batch of 1. Each begins with a state of
+            zeros; there are no initial and final states.
 
     Returns:
         ``(out, final_state)``: ``[batch, length, heads, V]`` of v's dtype; float32
@@ -88,6 +100,9 @@ def gated_delta_rule(
         check_tensor(where, "initial_state", initial_state, ANY_FLOAT)
         check_device(where, "initial_state", initial_state, "v", v)
         check_shape(where, "initial_state", initial_state, shape)
+    if cu_seqlens is not None:
+        begins = _beginnings(where, cu_seqlens, v, initial_state, output_final_state)
+        g = g.masked_fill(begins.unsqueeze(-1), -math.inf)
     arguments = (q, k, v, g, beta, None, None, None)
     said = (GIVEN, True, bool(use_qk_l2norm_in_kernel), factor, 0.0, math.inf)
     if _differentiates(where, *arguments, initial_state):
@@ -147,6 +162,7 @@ def mamba2_scan(
     dt_limit: tuple[float, float] = (0.0, math.inf),
     initial_states: Tensor | None = None,
     return_final_states: bool = False,
+    seq_idx: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Mamba-2's recurrence over whole sequences. Arguments are those of mamba_ssm.
 
@@ -165,6 +181,8 @@ def mamba2_scan(
         dt_limit: the least and the greatest rate.
         initial_states: ``[batch, heads, P, N]``; None for zeros. They are not changed.
         return_final_states: also return the last states.
+        seq_idx: integers ``[batch, length]``: which sequence each step belongs to, where several
+            are packed one behind the other. Each but the first begins with a state of zeros.
 
     Returns:
         ``[batch, length, heads, P]`` of x's dtype; with ``return_final_states`` a tuple
@@ -185,7 +203,9 @@ def mamba2_scan(
         check_tensor(where, "initial_states", initial_states, ANY_FLOAT)
         check_device(where, "initial_states", initial_states, "x", x)
         check_shape(where, "initial_states", initial_states, shape)
-    arguments = _of_mamba2(x, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit)
+    if seq_idx is not None:
+        check_sequences(where, seq_idx, "x", x)
+    arguments = _of_mamba2(x, dt, A, B, C, D, dt_bias, dt_softplus, dt_limit, seq_idx)
     if _differentiates(where, *arguments, initial_states):
         before = None if initial_states is None else initial_states.mT
         out, final = _differentiable(before, *arguments)
@@ -268,14 +288,40 @@ def _of_mamba2(
     bias: Tensor | None,
     softplus: bool,
     limit: tuple[float, float],
+    seq_idx: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """The operator's arguments behind the state."""
     low, high = map(float, limit)
-    if softplus:
+    if softplus and seq_idx is None:
         return (c, b, x, None, dt, a, bias, d, SOFTPLUS, False, False, 1.0, low, high)
     rate = wide(dt) if bias is None else wide(dt) + bias
-    rate = rate.clamp(low, high)
-    return (c, b, x, a * rate, rate, None, None, d, GIVEN, False, False, 1.0, low, high)
+    rate = (torch.nn.functional.softplus(rate) if softplus else rate).clamp(low, high)
+    decay = a * rate if seq_idx is None else forget(a * rate, seq_idx)
+    return (c, b, x, decay, rate, None, None, d, GIVEN, False, False, 1.0, low, high)
+
+
+def forget(logarithms: Tensor, seq_idx: Tensor) -> Tensor:
+    """Of decays ``[batch, length, heads]``, such that nothing is left of a state where the next
+    sequence begins."""
+    begins = torch.nn.functional.pad(seq_idx[:, 1:] != seq_idx[:, :-1], (1, 0))
+    return logarithms.masked_fill(begins.unsqueeze(-1), -math.inf)
+
+
+def _beginnings(
+    where: str, cu_seqlens: Tensor, v: Tensor, initial_state: Tensor | None, final: bool
+) -> Tensor:
+    """``[1, length]``: whether a sequence begins."""
+    check_tensor(where, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64), dims=1)
+    check_device(where, "cu_seqlens", cu_seqlens, "v", v)
+    if v.shape[0] != 1:
+        raise ValueError(f"{where}: cu_seqlens needs a batch of 1, got {v.shape[0]}")
+    if initial_state is not None or final:
+        raise ValueError(
+            f"{where}: cu_seqlens says that several sequences are packed: there are no initial"
+            " and final states of them; leave these out"
+        )
+    begins = torch.zeros(1, v.shape[1] + 1, dtype=torch.bool, device=v.device)
+    return begins.index_fill(1, cu_seqlens.long(), True)[:, :-1]
 
 
 def _state(initial: Tensor | None, shape: list[int], like: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import logging
 import math
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -65,6 +65,19 @@ def _is_supported(x: Tensor, weight: Tensor, activation: str | None) -> bool:
     )
 
 
+def _packed(kwargs: dict[str, Any], x: Tensor, length: int) -> Tensor | None:
+    """``[batch, length]``: which sequence each step belongs to, where several are packed one behind
+    the other, as transformers' collators say it in either way. transformers' own functions do not
+    look at it, or raise."""
+    packed: Tensor | None = kwargs.get("seq_idx")
+    begins = kwargs.get("cu_seq_lens_q", kwargs.get("cu_seqlens"))
+    if packed is None and begins is not None and x.shape[0] == 1:
+        steps = torch.arange(length, dtype=torch.int32, device=x.device)
+        ends = begins[1:].to(x.device, torch.int32)
+        packed = torch.bucketize(steps, ends, right=True, out_int32=True).unsqueeze(0)
+    return packed
+
+
 def convolution(original: Function) -> Function:
     """``causal_conv1d_fn``."""
 
@@ -75,10 +88,12 @@ def convolution(original: Function) -> Function:
         activation: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        packed = kwargs.get("seq_idx") is not None or kwargs.get("initial_states") is not None
-        if packed or not _is_supported(hidden_states, weight, activation):
+        supported = _is_supported(hidden_states, weight, activation)
+        packed = _packed(kwargs, hidden_states, hidden_states.shape[2])
+        behind = packed is not None and packed.shape[1] != hidden_states.shape[2]  # a state
+        if behind or kwargs.get("initial_states") is not None or not supported:
             return original(hidden_states, weight, bias, activation=activation, **kwargs)
-        return causal_conv1d(hidden_states, weight, bias, activation=activation)
+        return causal_conv1d(hidden_states, weight, bias, activation=activation, seq_idx=packed)
 
     return causal_conv1d_fn
 
@@ -102,20 +117,18 @@ def convolution_step(original: Function) -> Function:
     return causal_conv1d_update
 
 
-def _scans(rows: Tensor, values: Tensor) -> bool:
-    """Whether kernels compute it."""
-    return (
-        rows.dtype == values.dtype
-        and values.dtype in DTYPES
-        and state_scan.has_kernels(rows.shape[-1], values.shape[-1], values.is_cuda)
-    )
-
-
-def _differentiates(rows: Tensor, values: Tensor, delta: bool, *others: Any) -> bool:
-    """Whether kernels compute gradients, or none are needed: the original function computes them in
-    fewer steps than plain PyTorch does."""
-    needed = _needs_gradient(rows, values, *others)
-    return not needed or has_gradients(rows.shape[-1], values, delta)
+def _computes(
+    rows: Tensor, values: Tensor, delta: bool, gradient: bool, packed: Tensor | None
+) -> bool:
+    """Whether operators do, by kernels: original functions take fewer steps than plain PyTorch. Of
+    packed sequences in any case: original functions may not look at where one begins."""
+    if rows.dtype != values.dtype or values.dtype not in DTYPES:
+        return False
+    if packed is not None:
+        return True
+    if gradient and not has_gradients(rows.shape[-1], values, delta):
+        return False
+    return state_scan.has_kernels(rows.shape[-1], values.shape[-1], values.is_cuda)
 
 
 def _leaves_to(package: str, rows: Tensor, values: Tensor, delta: bool) -> bool:
@@ -162,15 +175,20 @@ def delta_rule(original: Function, *, in_place: bool = False) -> Function:
         g, beta = (_of_the_prompt(one, 0.0) for one in (g, beta))
         arguments = query, key, value, g, beta
         normalize: Any = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-        other = any(kwargs.get(name) is not None for name in ("cu_seqlens", "scale"))
-        other = other or _leaves_to("fla", query, value, delta=True)
-        tensors = key, g, beta, initial_state
-        known = _scans(query, value) and _differentiates(query, value, True, *tensors)
-        if other or not known:
+        packed = _packed(kwargs, value, value.shape[1])
+        gradient = _needs_gradient(*arguments, initial_state)
+        if (
+            kwargs.get("scale") is not None
+            or (packed is not None and initial_state is not None)
+            or (packed is None and _leaves_to("fla", query, value, delta=True))
+            or not _computes(query, value, True, gradient, packed)
+        ):
             named = {"initial_state": initial_state, "output_final_state": output_final_state}
             return original(query, key, value, g=g, beta=beta, **named, **normalize, **kwargs)
+        if packed is not None:
+            arguments = query, key, value, state_scan.forget(g, packed), beta
         state = initial_state
-        writes = in_place and output_final_state and not _needs_gradient(query, value, *tensors)
+        writes = in_place and output_final_state and not gradient
         if writes and state is not None and _is_kept(state):
             return state_scan.gated_delta_rule_update(state, *arguments, **normalize), state
         return state_scan.gated_delta_rule(
@@ -205,17 +223,32 @@ def mamba2(original: Function) -> Function:
         if behind_the_prompt(dt.shape[1]) is not None:
             dt, dt_bias, kwargs = _rates_of_the_prompt(dt, dt_bias, kwargs)
         tensors = _given(D=D, dt_bias=dt_bias, initial_states=initial_states)
-        other = any(kwargs.get(name) is not None for name in ("z", "seq_idx"))
-        other = other or _leaves_to("mamba_ssm", C, hidden_states, delta=False)
-        others = B, dt, A, *tensors.values()
-        known = _scans(C, hidden_states) and _differentiates(C, hidden_states, False, *others)
-        if other or not known:
+        packed = _packed(kwargs, hidden_states, dt.shape[1])
+        gradient = _needs_gradient(hidden_states, dt, A, B, C, *tensors.values())
+        if (
+            kwargs.get("z") is not None
+            or (packed is not None and initial_states is not None)
+            or (packed is None and _leaves_to("mamba_ssm", C, hidden_states, delta=False))
+            or not _computes(C, hidden_states, False, gradient, packed)
+        ):
             return original(hidden_states, dt, A, B, C, chunk_size, **tensors, **kwargs)
         options = ("dt_softplus", "dt_limit", "return_final_states")
-        said = {name: kwargs[name] for name in options if name in kwargs}
+        said = {name: kwargs[name] for name in options if name in kwargs} | {"seq_idx": packed}
         return state_scan.mamba2_scan(hidden_states, dt, A, B, C, **tensors, **said)
 
     return mamba2_chunk_scan
+
+
+def mamba2_layer(original: Function) -> Function:
+    """``mamba2_split_conv1d_scan_combined``, a whole layer in training by mamba_ssm, or None. Of
+    packed sequences the functions above compute it; without mamba_ssm the original one may raise.
+    """
+
+    def mamba2_split_conv1d_scan_combined(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        packed = _packed(kwargs, x, x.shape[1]) is not None
+        return None if packed else original(x, *args, **kwargs)
+
+    return mamba2_split_conv1d_scan_combined
 
 
 def mamba2_step(original: Function) -> Function:
@@ -240,8 +273,8 @@ def mamba2_step(original: Function) -> Function:
         if (
             kwargs
             or not (expanded and dt.stride(-1) == 0 and _is_kept(state))
-            or not _scans(c, x)
             or _needs_gradient(c, x, B, dt, A, state, z, *tensors.values())
+            or not _computes(c, x, False, False, None)
         ):
             named = {"dt_softplus": dt_softplus, "z": z, **kwargs}
             return original(state, hidden_states, dt, A, B, C, **tensors, **named)
@@ -273,18 +306,21 @@ class _Group:
         functions: what is made of each original one, by its name.
         inputs: small ones.
         results: of functions, for these inputs.
+        others: what is made of functions that only some classes call.
     """
 
     operator: str
     functions: dict[str, Callable[[Function], Function]]
     inputs: Callable[[], tuple[Tensor, ...]]
     results: Callable[..., list[Tensor]]
+    others: dict[str, Callable[[Function], Function]] = field(default_factory=dict)
 
     def __hash__(self) -> int:
         return hash(self.operator)
 
     def made(self, original: dict[str, Any]) -> dict[str, Function]:
-        return {name: make(original[name]) for name, make in self.functions.items()}
+        others = {name: make for name, make in self.others.items() if name in original}
+        return {name: make(original[name]) for name, make in (self.functions | others).items()}
 
     def differs(self, seen: dict[str, Any]) -> str:
         """What functions compute that ours do not."""
@@ -404,6 +440,7 @@ _GROUPS = (
             (*_OF_HEADS, 8), _OF_HEADS, (4,), (2, 7, 2, 16), (2, 7, 2, 16), (4,), (2, 4, 8, 16)
         ),
         _of_mamba2,
+        {"mamba2_split_conv1d_scan_combined": mamba2_layer},
     ),
 )
 

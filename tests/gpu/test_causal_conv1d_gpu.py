@@ -25,8 +25,11 @@ def test_cuda_gives_what_the_reference_gives(shape, silu, dtype):
         return torch.randn(sizes, device="cuda")
 
     x, grad, weight, bias = draw(*shape).to(dtype), draw(*shape).to(dtype), draw(4, channels), None
-    for bias in (None, draw(channels)):
-        known = (weight, bias, silu)
+    ids = torch.arange(shape[0] * shape[1], device="cuda", dtype=torch.int32).view(shape[:2])
+    # also where three sequences begin within a filter, or one is where another ended
+    packed = ids.square() // 40 % 3
+    for bias, sequences in ((None, None), (draw(channels), packed), (draw(channels), None)):
+        known = (weight, bias, sequences, silu)
         near = {"rtol": 2e-2, "atol": 2e-2} if dtype != torch.float32 else {}
         torch.testing.assert_close(
             ops.causal_conv1d(x, *known), module._reference(x, *known), **near

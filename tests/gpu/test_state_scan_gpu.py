@@ -332,3 +332,24 @@ def test_the_gradient_of_one_result():
     (first,) = torch.autograd.grad(out.sum(), given["v"], create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         first.sum().backward()
+
+
+def test_packed_sequences_by_chunks():
+    """Results and gradients are those of sequences of their own."""
+    lengths = (1, 63, 64, 5, 200)
+    given = on("cuda", draw((1, 2, 4, 64, 72), sum(lengths), torch.bfloat16))
+    given.pop("initial_state")
+    leaves = [one.requires_grad_() for one in given.values()]
+    begins = torch.tensor([0, 1, 64, 128, 133, 333], device="cuda")
+    out, _ = flexops.gated_delta_rule(**given, cu_seqlens=begins)
+    parts = zip(*(one.split(lengths, 1) for one in given.values()), strict=True)
+    named = [dict(zip(given, part, strict=True)) for part in parts]
+    expected = torch.cat([flexops.gated_delta_rule(**part)[0] for part in named], 1)
+    upstream = torch.randn_like(out)
+    pairs = zip(
+        (out, *torch.autograd.grad(out, leaves, upstream)),
+        (expected, *torch.autograd.grad(expected, leaves, upstream)),
+        strict=True,
+    )
+    for one, other in pairs:
+        assert far(one, other.cpu().double()) < 1.5e-2

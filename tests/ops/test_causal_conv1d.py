@@ -49,6 +49,9 @@ def wrong_calls() -> tuple[Refusal, ...]:
         wrong("x must be a float32, float16 or bfloat16 tensor", x.int(), w, error=TypeError),
         wrong("initial_states must be a float32", x, w, initial_states=x.int(), error=TypeError),
         wrong("initial_states must be a float32", x, w, initial_states=[], error=TypeError),
+        wrong("seq_idx must be an int32 or int64 tensor", x, w, seq_idx=[0], error=TypeError),
+        wrong(r"seq_idx must have shape \[2, 5\], got \[2, 4\]", x, w, seq_idx=x[:, 0, :4].int()),
+        wrong("leave these out", x, w, seq_idx=x[:, 0].int(), return_final_states=True),
         wrong(r"initial_states must have shape \[2, 3, 3\]", x, w, initial_states=x),
     )
 
@@ -193,3 +196,35 @@ def test_wrong_states():
         flexops.causal_conv1d_update(x, torch.zeros(2, 3, 4, device="meta"), weight)
     with pytest.raises(ValueError, match=r"conv_state must have shape \[2, 3, S\], got"):
         flexops.causal_conv1d_update(x, torch.zeros(2, 4, 3), weight)
+
+
+@pytest.mark.parametrize("level", ISA_LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("width", [2, 4])
+def test_packed_sequences_are_sequences_of_their_own(width, dtype, level, native_kernels):
+    """Results and gradients; also of sequences shorter than the filter."""
+    native_kernels("causal_conv1d", "cpu")
+    kind = torch.int64 if dtype == torch.int64 else torch.int32
+    dtype = torch.float32 if dtype == torch.int64 else dtype
+    make = torch.Generator().manual_seed(0)
+    lengths = (1, 2, 140, 1, 3, 60)
+    x, upstream = (
+        torch.randn(2, sum(lengths), 40, generator=make).to(dtype).transpose(1, 2) for _ in range(2)
+    )
+    weight, bias = torch.randn(40, width, generator=make), torch.randn(40, generator=make)
+    ids = torch.tensor([i for i, n in enumerate(lengths) for _ in range(n)], dtype=kind)
+    ids = torch.stack([ids, torch.zeros_like(ids)])
+    ours, apart = ([one.clone().requires_grad_() for one in (x, weight, bias)] for _ in range(2))
+    with isa_limit(level):
+        out = flexops.causal_conv1d(*ours, activation="silu", seq_idx=ids)
+        found = out, *torch.autograd.grad(out, ours, upstream)
+        parts = [
+            flexops.causal_conv1d(part, *apart[1:], activation="silu")
+            for part in apart[0][:1].split(lengths, 2)
+        ]
+        whole = flexops.causal_conv1d(apart[0][1:], *apart[1:], activation="silu")
+        expected = torch.cat([torch.cat(parts, 2), whole])
+        wanted = expected, *torch.autograd.grad(expected, apart, upstream)
+    near = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, **near)

@@ -4,6 +4,7 @@ states, gradients and errors."""
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -303,3 +304,79 @@ def test_the_operators_with_a_gradient_are_as_they_say():
         torch.ops.flexops.state_chunks_backward.default,
         (*grads, *(one.detach() for one in tensors), None, state.detach(), True, True, 0.25),
     )
+
+
+LENGTHS_PACKED = (1, 40, 3, 90)
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_packed_sequences_of_the_delta_rule(kind):
+    """Each begins with zeros; results and gradients."""
+    given = draw((1, 2, 4, 16, 24), sum(LENGTHS_PACKED))
+    given.pop("initial_state")
+    leaves = [one.requires_grad_() for one in given.values()]
+    begins = torch.tensor([0, *itertools.accumulate(LENGTHS_PACKED)], dtype=kind)
+    out, final = flexops.gated_delta_rule(**given, cu_seqlens=begins)
+    assert final is None
+    parts = zip(*(one.split(LENGTHS_PACKED, 1) for one in given.values()), strict=True)
+    expected = torch.cat(
+        [flexops.gated_delta_rule(**dict(zip(given, part, strict=True)))[0] for part in parts], 1
+    )
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+    for one, other in zip(
+        (out, *torch.autograd.grad(out, leaves, upstream)),
+        (expected, *torch.autograd.grad(expected, leaves, upstream)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    with torch.no_grad():
+        out, _ = flexops.gated_delta_rule(**given, cu_seqlens=begins)
+    torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("softplus", [False, True])
+def test_packed_sequences_of_mamba2(softplus):
+    x, dt, A, B, C, named = mamba2((2, 2, 4, 16, 24), sum(LENGTHS_PACKED))
+    dt, named["dt_softplus"] = dt.abs(), softplus
+    named.pop("initial_states")
+    ids = torch.tensor([i for i, n in enumerate(LENGTHS_PACKED) for _ in range(n)])
+    ids = torch.stack([ids, torch.zeros_like(ids)])
+    leaves = [one.requires_grad_() for one in (x, dt, A, B, C)]
+    out = flexops.mamba2_scan(*leaves, **named, seq_idx=ids)
+    steps = (one.split(LENGTHS_PACKED, 1) for one in (x[:1], dt[:1], B[:1], C[:1]))
+    parts = [
+        flexops.mamba2_scan(one, rate, A, b, c, **named)
+        for one, rate, b, c in zip(*steps, strict=True)
+    ]
+    whole = flexops.mamba2_scan(x[1:], dt[1:], A, B[1:], C[1:], **named)
+    expected = torch.cat([torch.cat(parts, 1), whole])
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+    for one, other in zip(
+        (out, *torch.autograd.grad(out, leaves, upstream)),
+        (expected, *torch.autograd.grad(expected, leaves, upstream)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"cu_seqlens": [0, 3]}, TypeError, "cu_seqlens must be an int32 or int64 tensor"),
+        ({"cu_seqlens": torch.zeros(2, 2, dtype=torch.int32)}, ValueError, "1 dimensions"),
+        ({"output_final_state": True}, ValueError, "leave these out"),
+        ({"initial_state": torch.zeros(1, 4, 16, 24)}, ValueError, "leave these out"),
+    ],
+)
+def test_packed_sequences_that_do_not_fit(change, error, message):
+    given = draw((1, 2, 4, 16, 24), 3)
+    given.pop("initial_state")
+    begins = torch.tensor([0, 1, 3])
+    assert flexops.gated_delta_rule(**given, cu_seqlens=begins)[0].shape == (1, 3, 4, 24)
+    with pytest.raises(error, match=message):
+        flexops.gated_delta_rule(**given | {"cu_seqlens": begins} | change)
+    with pytest.raises(ValueError, match="needs a batch of 1, got 2"):
+        flexops.gated_delta_rule(
+            **{name: one.expand(2, *one.shape[1:]) for name, one in given.items()},
+            cu_seqlens=begins,
+        )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 from typing import Any
 
 import pytest
@@ -131,6 +132,52 @@ def test_results_gradients_and_tokens(name, monkeypatch):
         assert torch.equal(patched(input_ids=ids, use_cache=False).logits, plain(ids).logits)
 
 
+@pytest.mark.parametrize("said", ["seq_idx", "cu_seq_lens_q", "both"])
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_sequences_are_sequences_of_their_own(name, said):
+    """As transformers' collators pack them."""
+    torch.manual_seed(0)
+    model = MODELS[name]().train()
+    with torch.no_grad():
+        for one in model.parameters():
+            if one.dim() == 3 and one.shape[1] == 1:
+                one *= 20  # filters, of which hardly anything would be seen
+    lengths = (5, 1, 9)
+    ids = torch.randint(1, 61, (1, sum(lengths)))
+    begins = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    index = [i for i, length in enumerate(lengths) for _ in range(length)]
+    packed: dict[str, Any] = {
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None]
+    }
+    if said != "cu_seq_lens_q":
+        packed["seq_idx"] = torch.tensor([index], dtype=torch.int32)
+    if said != "seq_idx" and name != "lfm2":  # which passes seq_idx on, and nothing else
+        packed |= {"cu_seq_lens_q": begins, "cu_seq_lens_k": begins}
+        packed |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+    if len(packed) == 1:
+        return
+
+    def outcome(call: Any) -> list[torch.Tensor]:
+        model.zero_grad()
+        logits = call()
+        (logits.square() * torch.linspace(0, 1, logits.numel()).view_as(logits)).sum().backward()
+        return [logits, *(one.grad for one in model.parameters() if one.grad is not None)]
+
+    def whole() -> torch.Tensor:
+        return model(input_ids=ids, use_cache=False, **packed).logits
+
+    def apart() -> torch.Tensor:
+        parts = ids.split(lengths, 1)
+        return torch.cat([model(input_ids=one, use_cache=False).logits for one in parts], 1)
+
+    plain = outcome(apart)
+    flexops.patch(model)
+    unsaid = model(input_ids=ids, use_cache=False, position_ids=packed["position_ids"]).logits
+    assert not torch.allclose(unsaid, plain[0], rtol=1e-3, atol=1e-4)
+    for one, other in zip(outcome(whole), plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("package", [False, True])
 @pytest.mark.parametrize("length", [1024, 1025])
@@ -146,6 +193,54 @@ def test_long_sequences_are_left_to_other_packages(length, package, chunked, mon
         heads, gates, -gates[0, 0], heads, heads, 64, dt_softplus=True
     )
     assert isinstance(found, str) is left
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        {"seq_idx": torch.zeros(1, 4, dtype=torch.int32)},
+        {"cu_seq_lens_q": torch.tensor([0, 1, 4], dtype=torch.int32)},
+    ],
+)
+def test_layers_of_packed_sequences_are_not_computed_as_a_whole(packed):
+    """Newer transformers' function raises without mamba_ssm; it is one of a class's."""
+
+    def original(*_, **named):
+        if any(named.get(name) is not None for name in packed):
+            raise ValueError("can't keep packed sequences apart")
+        return "theirs"
+
+    layer = MODELS["bamba"]().model.layers[0].mamba
+    names = recurrence._replaced(inspect.unwrap(type(layer).forward))
+    assert "mamba2_split_conv1d_scan_combined" in names
+    whole, x = recurrence.mamba2_layer(original), torch.zeros(1, 4, 8)
+    assert whole(x, D=None) == "theirs"
+    assert whole(x, D=None, **packed) is None
+
+
+def test_what_is_left_to_original_functions(monkeypatch):
+    """Gradients that no kernel computes; of packed sequences nothing, but behind a state."""
+    monkeypatch.setattr(recurrence, "_is_there", lambda _: True)
+    gates, heads = torch.zeros(1, 1025, 1), torch.ones(1, 1025, 1, 8)
+    packed = {"seq_idx": torch.zeros(1, 1025, dtype=torch.int32)}
+    delta = recurrence.delta_rule(lambda *_, **__: "theirs")
+    mamba = recurrence.mamba2(lambda *_, **__: "theirs")
+
+    def left(**more: Any) -> list[bool]:
+        state = more.pop("state", None)
+        rule = delta(heads, heads, heads, gates, gates, initial_state=state, **more)
+        scan = mamba(heads, gates, -gates[0, 0], heads, heads, 64, initial_states=state, **more)
+        return [isinstance(one, str) for one in (rule, scan)]
+
+    assert left() == [True, True]
+    assert left(**packed) == [False, False]
+    assert left(state=torch.zeros(1, 1, 8, 8), **packed) == [True, True]
+    heads.requires_grad_()
+    assert left(**packed) == [False, False]
+    monkeypatch.setattr(recurrence, "_is_there", lambda _: False)
+    assert left() == [True, True]
+    heads.requires_grad_(False)
+    assert left() == [False, False]
 
 
 def test_functions_are_compared_with_transformers_own(monkeypatch):

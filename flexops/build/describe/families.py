@@ -147,8 +147,8 @@ _MOVED: dict[str, Any] = {
 # ---- convolution and log-probabilities ----
 
 _CONVOLUTION: dict[str, Any] = {
-    "dtypes": {"weight": "float32", "bias": "float32"},
-    "shapes": {"weight": "4, x[2]", "bias": "x[2]"},
+    "dtypes": {"weight": "float32", "bias": "float32", "sequences": "int32"},
+    "shapes": {"weight": "4, x[2]", "bias": "x[2]", "sequences": "x[0], x[1]"},
 }
 _GATED_NORM = (
     "Tensor x, Tensor gate, Tensor? weight, float eps, int groups, bool norm_first, bool sigmoid"
@@ -980,15 +980,16 @@ CATALOG: tuple[OpSpec, ...] = (
     _family(
         "causal_conv1d",
         _op(
-            "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, bool silu) -> Tensor",
+            "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor? sequences, bool silu)"
+            " -> Tensor",
             **_CONVOLUTION,
             gradient=True,
         ),
         _op(
-            "causal_conv1d_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, bool silu)"
-            f" {_PAIR}",
-            dtypes={"grad": "x", "x": _FLOATS, "weight": "float32", "bias": "float32"},
-            shapes={"grad": "x", "weight": "4, x[2]", "bias": "x[2]"},
+            "causal_conv1d_backward(Tensor grad, Tensor x, Tensor weight, Tensor? bias, Tensor?"
+            f" sequences, bool silu) {_PAIR}",
+            dtypes=_CONVOLUTION["dtypes"] | {"grad": "x", "x": _FLOATS},
+            shapes=_CONVOLUTION["shapes"] | {"grad": "x"},
             outputs=(
                 Output("x", "x"),
                 Output("5, x[2]", "float32"),
