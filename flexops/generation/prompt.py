@@ -20,8 +20,9 @@ from .cache import KVCache
 from .names import cache_name
 from .state import nothing_hidden
 
-MOST_TOKENS = 2048
-"""Of a batch; with more, a GPU computes for as long as the host takes."""
+MOST_TOKENS, MOST_WITH_STATES = 2048, 4096
+"""Of a batch; with more, a GPU computes for as long as the host takes. Layers that keep states have
+more kernels."""
 _MOST_PADDED = 16
 """Prompts with padding: logits are computed behind the end of each in all of them."""
 _MEASURED = 32
@@ -55,7 +56,8 @@ def logits_of(
     store, decoder = cache.store, cache.decoder
     batch, length = tokens.shape
     filled = filled_length(length)
-    if keep != 1 or batch * filled > MOST_TOKENS or filled > room_of(model, cache):
+    most = MOST_WITH_STATES if store.recurrent else MOST_TOKENS
+    if keep != 1 or batch * filled > most or filled > room_of(model, cache):
         return None
     if store.batch not in (-1, batch):
         return None

@@ -27,6 +27,7 @@ _LEAST_LOGARITHM = -200.0
 """Of a decay: its exponential is 0 in float32, and differences of sums stay numbers."""
 _EPSILON = 1e-6
 _MOST_DELTA_ROWS, _MOST_ROWS = 128, 256
+_LEAST_CAPABILITY = (8, 0)
 _LARGE_BLOCKS = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 1), (10, 3), (11, 0))
 """Capabilities of GPUs whose blocks have the shared memory for gradients of more than 128 rows."""
 _LEAST_STEPS = 64
@@ -41,13 +42,8 @@ def is_chunked(rows: int, v: Tensor, delta: bool) -> bool:
         and v.dtype == torch.bfloat16
         and v.shape[1] >= _LEAST_STEPS
         and rows <= (_MOST_DELTA_ROWS if delta else _MOST_ROWS)
-        and _has_chunks(v.device)
+        and _has_kernels(v.device, False)
     )
-
-
-@functools.cache
-def _has_chunks(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] >= 8 and has_native("state_chunks", "cuda")
 
 
 def has_gradients(rows: int, v: Tensor, delta: bool) -> bool:
@@ -55,9 +51,27 @@ def has_gradients(rows: int, v: Tensor, delta: bool) -> bool:
     with states of so many rows."""
     if not v.is_cuda or v.dtype != torch.bfloat16 or not v.numel():
         return False
-    large = not delta and torch.cuda.get_device_capability(v.device) in _LARGE_BLOCKS
-    most = _MOST_ROWS if large else _MOST_DELTA_ROWS
-    return rows <= most and not (rows % 8 or v.shape[3] % 8) and _has_chunks(v.device)
+    if rows % 8 or v.shape[3] % 8 or rows > (_MOST_DELTA_ROWS if delta else _MOST_ROWS):
+        return False
+    return _has_kernels(v.device, rows > _MOST_DELTA_ROWS)
+
+
+def _has_kernels(device: torch.device, with_large_blocks: bool) -> bool:
+    capability = _capability(device)
+    return capability in _LARGE_BLOCKS if with_large_blocks else capability >= _LEAST_CAPABILITY
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Of a GPU that has kernels; of others (0, 0)."""
+    capability = torch.cuda.get_device_capability(device)
+    enough = capability >= _LEAST_CAPABILITY and has_native("state_chunks", "cuda")
+    return capability if enough else (0, 0)
+
+
+# torch.compile asks and goes on with the answer, which has to be a plain one;
+# torch.compiler.assume_constant_result does nothing else, but imports the compiler
+_has_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _gates(

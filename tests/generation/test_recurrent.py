@@ -14,7 +14,7 @@ from torch import Tensor
 
 import flexops
 from flexops.errors import GenerationError
-from flexops.generation import decoder, recurrent
+from flexops.generation import decoder, prompt, recurrent
 
 NEW = 8
 NAMES = [
@@ -103,6 +103,22 @@ def test_prompts_leave_the_states_of_their_tokens(name, graphs):
             assert all(layer.has_previous_state[0] for layer in cache.store.recurrent.values())
             del cache
     assert graphs.made == 3  # of 32 tokens, with padding and without, and of 64
+
+
+@pytest.mark.parametrize(("most", "made"), [(128, 2), (127, 1)])
+def test_longer_prompts_are_graphs_than_without_states(most, made, graphs, monkeypatch):
+    """Beside the graph of a step."""
+    monkeypatch.setattr(prompt, "MOST_TOKENS", 64)
+    monkeypatch.setattr(prompt, "MOST_WITH_STATES", most)
+    model = small()
+    ids = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(1))
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    wanted = generated(model, given)
+    flexops.patch(model)
+    for _ in range(3):
+        with torch.inference_mode():
+            assert torch.equal(generated(model, given), wanted)
+    assert graphs.made == made
 
 
 def chat(model: Any, cache: Any, turns: tuple[int, ...] = (3, 4, 40)) -> Tensor:

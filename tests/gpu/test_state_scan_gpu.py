@@ -353,3 +353,24 @@ def test_packed_sequences_by_chunks():
     )
     for one, other in pairs:
         assert far(one, other.cpu().double()) < 1.5e-2
+
+
+def test_compiled_results_and_gradients():
+    given = on("cuda", draw((1, 2, 4, 64, 72), 130, torch.bfloat16))
+    leaves = [one.requires_grad_() for one in given.values()]
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        out, final = flexops.gated_delta_rule(
+            **dict(zip(given, tensors, strict=True)), output_final_state=True
+        )
+        return out.float().square().sum() + final.sum()
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*leaves), call(*leaves))
+    for one, other in zip(
+        torch.autograd.grad(compiled(*leaves), leaves),
+        torch.autograd.grad(call(*leaves), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
