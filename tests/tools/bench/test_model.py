@@ -19,8 +19,8 @@ pytestmark = pytest.mark.usefixtures("transformers_models")
 
 
 @pytest.mark.extra
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_5_vl"])
-def test_models_with_experts_and_with_pictures(kind, monkeypatch):
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_5_vl", "qwen3_5_text"])
+def test_models_of_other_kinds(kind, monkeypatch):
     monkeypatch.setattr(model, "PATCHES", 4)
     monkeypatch.setattr(model, "VISION", {"depth": 1, "hidden_size": 32, "num_heads": 2})
     shape = model.Shape(64, 1, 4, 2, 128, 512, 2, 24, kind)

@@ -64,6 +64,7 @@ KINDS = {
     "llama": "Llama-style model",
     "qwen3_moe": "Qwen3-MoE-style model, 128 experts of 768, 8 a token",
     "qwen2_5_vl": "Qwen2.5-VL-style model, a picture of 64 x 64 patches a sequence",
+    "qwen3_5_text": "Qwen3.5-style model, of whose layers every fourth attends",
 }
 SHAPES = {
     "1b": Shape(2048, 16, 32, 8, 8192, 128256, 4, 2048),
@@ -74,6 +75,7 @@ SHAPES = {
 TRAINED = SHAPES | {
     "moe": Shape(2048, 4, 32, 4, 6144, 151936, 4, 4096, "qwen3_moe"),
     "vlm": Shape(2048, 8, 16, 4, 8192, 151936, 4, 2048, "qwen2_5_vl"),
+    "hybrid": Shape(2560, 8, 16, 4, 9216, 151936, 1, 4096, "qwen3_5_text"),
 }
 VISION = {"depth": 12, "hidden_size": 1280, "intermediate_size": 3456, "num_heads": 16}
 PATCHES = 64
@@ -214,6 +216,8 @@ def make_model(shape: Shape, device: str, seed: int) -> Any:
     auto: Any = transformers.AutoModelForCausalLM
     if shape.kind == "qwen3_moe":
         sizes |= {"head_dim": 128, "num_experts": 128, "moe_intermediate_size": 768}
+    if shape.kind == "qwen3_5_text":
+        sizes |= {"head_dim": 256}
     if shape.kind == "qwen2_5_vl":
         auto = transformers.AutoModelForImageTextToText
         wide = shape.hidden // shape.heads // 8
@@ -258,6 +262,7 @@ def inputs(shape: Shape, batch: Tensor) -> dict[str, Any]:
 def _liger(model: Any, kind: str) -> contextlib.AbstractContextManager[Any]:
     """Patch a model by Liger, which also changes transformers' module, where the others would meet
     it: the result puts that there for a while."""
+    kind = kind.removesuffix("_text")
     module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     before = dict(vars(module))
     liger = importlib.import_module("liger_kernel.transformers")

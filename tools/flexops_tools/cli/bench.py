@@ -302,8 +302,9 @@ def model(
         typer.Option(
             help=(
                 "1b (1.24 billion parameters), 8b-4 (four layers of an 8 B model), moe (four of"
-                " Qwen3-30B-A3B), vlm (Qwen2.5-VL, eight layers; all need a large GPU), small (for"
-                " losses) or tiny; tiny, if not given, where there is no GPU."
+                " Qwen3-30B-A3B), vlm (Qwen2.5-VL, eight layers), hybrid (eight of Qwen 3.5 4B; all"
+                " need a large GPU), small (for losses) or tiny; tiny, if not given, where there is"
+                " no GPU."
             )
         ),
     ] = "",
