@@ -6,8 +6,8 @@ Each channel ``d`` of ``x`` has a filter of ``W`` taps::
     out[b, d, t] = activation(bias[d] + sum(weight[d, k] * x[b, d, t - W + 1 + k] for each k < W))
 
 where ``x`` is 0 before its first step, or what ``initial_states`` says. Where several sequences are
-packed into one, it is 0 before the first step of each. Everything is computed in
-float32, whatever the dtype of ``x``.
+packed into one, it is 0 before the first step of each. Everything is computed in float32, whatever
+the dtype of ``x``.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def causal_conv1d(
         initial_states: ``[B, D, W - 1]``: the steps before ``x``; None for zeros.
         return_final_states: also return the last ``W - 1`` steps of ``initial_states`` and ``x``.
         seq_idx: integers ``[B, L]``: which sequence each step belongs to, where several are packed
-            one behind the other. Nothing of another sequence is in a result.
+            one behind the other. Nothing of another sequence is in a result. Not together with
+            initial or final states.
 
     Returns:
         ``[B, D, L]`` of the dtype of ``x``, with neighbouring channels in memory; with
